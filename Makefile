@@ -21,12 +21,14 @@ INSTALL := PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_IN
 SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit( \
   "aerie: needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12" % v)
 
-.PHONY: run ui worker check test test-long clean serving-env help
+.PHONY: run install ui worker check test test-long clean serving-env help
 
 # A second run must be quick: no installer, one start of Python.
 run: $(INSTALLED) ## install what is missing, run what is stale, print the table; RECIPE=name takes a recipe's keys first
 	@$(if $(RECIPE),$(BIN)/python -m pipeline use $(RECIPE))
 	@$(BIN)/python -m pipeline run
+
+install: $(INSTALLED) ## install what is missing
 
 help: ## this list
 	@echo "targets; make alone is make run:"

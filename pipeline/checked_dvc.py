@@ -1,4 +1,4 @@
-"""Run DVC and compare every cached copy with the hash in its name before it is used.
+"""Run DVC with two changes: cached copies are compared with their names before use, and dvc.lock is replaced whole.
 
     python -m pipeline.checked_dvc repro      # as `dvc repro`
 
@@ -6,32 +6,42 @@ Outputs are hard links into DVC's cache (.dvc/config), so that no data is stored
 trusts a read-only copy. Root can still write into it: an output edited in place changes the cached copy too, and DVC would
 restore the edit as the result of the stage. DVC hashes copies that are not read-only; this module has it hash all of them,
 by its own record of sizes, times and inodes, so that an unchanged copy costs one look-up.
+
+DVC empties dvc.lock and then writes it, 30 ms or longer: a kill leaves it cut, and who reads it without DVC's lock finds
+it empty.
 """
 
 import json
 import logging
 import os
+import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 from ruamel.yaml import YAML
 
+from stages.runtime import atomic
+
 DAMAGED = "damaged"  # folder of the cache, beside DVC's own `files` and `runs`
 
 log = logging.getLogger("dvc.damaged")  # below DVC's own, whose handlers print warnings
 
 
-def check_cached_copies() -> None:
-    """Make every repository that this process opens from now on compare cached copies with their names. Safe to call twice."""
+def change_dvc() -> None:
+    """Make every repository that this process opens from now on compare cached copies, and rename. Safe to call twice."""
+    from dvc import dvcfile
     from dvc.cachemgr import CacheManager  # 0.2 s
 
     original = CacheManager.__init__
     if getattr(original, "checks", False):
         return
+    dvcfile.modify_yaml = partial(_modify_whole, dvcfile.modify_yaml)
 
     def initialize(manager: Any, *words: Any, **options: Any) -> None:
         original(manager, *words, **options)
@@ -41,6 +51,17 @@ def check_cached_copies() -> None:
 
     initialize.checks = True  # type: ignore[attr-defined]
     CacheManager.__init__ = initialize
+
+
+@contextmanager
+def _modify_whole(modify: Callable[..., AbstractContextManager[Any]], path: str, fs: Any = None) -> Iterator[Any]:
+    """Yield the content of dvc.lock or dvc.yaml to change; replaces `modify_yaml` of DVC, which works on a copy here."""
+    file = Path(path).resolve()
+    with atomic.write_file(file) as temporary:
+        if file.exists():
+            shutil.copy2(file, temporary)
+        with modify(str(temporary), fs=fs) as data:
+            yield data
 
 
 def _check_copy(cache: Any, oid: str, check_hash: bool = True, _info: dict[str, Any] | None = None) -> Any:
@@ -114,6 +135,6 @@ if __name__ == "__main__":
 
     from pipeline.dvc_internals import mend_lock_list
 
-    check_cached_copies()
+    change_dvc()
     mend_lock_list()
     sys.exit(main(sys.argv[1:]))

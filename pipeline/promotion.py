@@ -151,11 +151,13 @@ def _merge_locks(run_lock: Path, keep_last: bool) -> None:
     if not lock.exists():
         copy_file(run_lock, lock)
         return
-    whole, new = yaml.load(lock.read_text("utf-8")), yaml.load(run_lock.read_text("utf-8"))
-    kept = _list_last_stages() & set(whole["stages"]) if keep_last else set()
-    whole["stages"] |= {name: entry for name, entry in new["stages"].items() if name not in kept}
-    with atomic.write_file(lock) as temporary, temporary.open("w", encoding="utf-8") as file:
-        yaml.dump(whole, file)
+    new, last = yaml.load(run_lock.read_text("utf-8")), _list_last_stages() if keep_last else set()
+    with dvc_graph.open_repo(), atomic.write_file(lock) as temporary:
+        whole = yaml.load(lock.read_text("utf-8"))
+        kept = last & set(whole["stages"])
+        whole["stages"] |= {name: entry for name, entry in new["stages"].items() if name not in kept}
+        with temporary.open("w", encoding="utf-8") as file:
+            yaml.dump(whole, file)
 
 
 def _list_last_stages() -> set[str]:

@@ -29,6 +29,7 @@ from stages.runtime import atomic, guarded_yaml
 OWN = "own"  # for `aerie use`: not the keys of an experiment but a whole params.yaml, to be filled in
 OWN_PARAMS = RECIPES_FOLDER / OWN / PARAMS_FILE
 TO_FILL_IN = "# <-"
+OWN_SECTIONS = ("target", "fix_data")  # a recipe that is used over OWN leaves them as they are
 USED_FILE = Path(".scratch/used_recipe.json")  # the keys of the recipe that `use_recipe` wrote last
 Sections = dict[str, dict[str, Any]]  # section -> key -> value
 
@@ -46,10 +47,11 @@ def locate_recipe(name: str) -> Path:
     return path
 
 
-def use_recipe(name: str, keep: bool = False) -> list[str]:
+def use_recipe(name: str, keep: bool = False, keep_own: bool = True) -> list[str]:
     """Write the committed params.yaml with the recipe's keys -> a line for each key that changed, and one on how to return.
 
     So recipes never mix: what an earlier one set is gone. Local edits are gone too, and named, unless `keep` sets them again.
+    With `keep_own` the target and the data of a params.yaml that began as OWN stay.
 
     Raises:
         ValueError: there is no such recipe, or params.yaml would not be valid with it; it then stays as it was.
@@ -58,10 +60,10 @@ def use_recipe(name: str, keep: bool = False) -> list[str]:
         if keep:
             raise ValueError(f"{OWN} is a whole {PARAMS_FILE}, expected no --keep; set your keys in it afterwards")
         return _begin_own()
-    sections = _read_recipe(name)
+    sections, own = _read_recipe(name), _read_own(name) if keep_own else {}
     edits = _find_local_edits()
-    with merge_recipe(name, keep) as (file, changes):
-        _write_used(sections)
+    with merge_recipe(name, keep, own=own) as (file, changes):
+        _write_used(sections | ({OWN: {}} if own else {}))
         if not changes:
             return []
         kept = keep_copy(locate_recipe(name).stem)
@@ -70,7 +72,11 @@ def use_recipe(name: str, keep: bool = False) -> list[str]:
     lines = [
         f"{line}  (a local edit; --keep keeps it)" if line.partition(":")[0] in dropped else line for line in changes
     ]
-    lines += [f"kept: {path}: {_describe_value(value)}" for path, value in edits.items() if keep]
+    lines += [
+        f"kept: {path}: {_describe_value(value)}"
+        for path, value in edits.items()
+        if keep or (own and path.partition(".")[0] in OWN_SECTIONS)
+    ]
     return [*lines, f"{PARAMS_FILE} as it was is kept in {kept}; to return to it: cp {kept} {PARAMS_FILE}"]
 
 
@@ -79,11 +85,12 @@ def _begin_own() -> list[str]:
     kept, text = keep_copy(OWN), OWN_PARAMS.read_text(encoding="utf-8")
     with _write_temporary(text) as file:
         os.replace(file, PARAMS_FILE)
+    _write_used({OWN: {}})
     blanks = [line.strip() for line in text.splitlines() if TO_FILL_IN in line and not line.startswith("#")]
     return [
         f"{PARAMS_FILE} is that of a run of your own; fill in:",
         *(f"  {line}" for line in blanks),
-        "then: aerie estimate, aerie run",
+        "then: aerie estimate, aerie run; or aerie use RECIPE, which keeps target and fix_data",
         f"{PARAMS_FILE} as it was is kept in {kept}; to return to it: cp {kept} {PARAMS_FILE}",
     ]
 
@@ -101,16 +108,28 @@ def keep_copy(name: str) -> Path:
 
 
 def merge_recipe(
-    name: str, keep: bool = False, anywhere: bool = False
+    name: str, keep: bool = False, anywhere: bool = False, own: Sections | None = None
 ) -> AbstractContextManager[tuple[Path, list[str]]]:
     """Return a context with a temporary params.yaml as `use_recipe` would write it, and a line for each change of a key.
 
-    `anywhere`: without the keys for engines that are installed here.
+    `anywhere`: without the keys for engines that are installed here; `own`: keys that go before the recipe's.
     """
     recipe = _read_recipe(name, anywhere)
     base, edits, label = _read_committed(), _find_local_edits() if keep else {}, f"recipe {name}"
     _refuse_clashes(base, recipe, edits, label)
-    return _write_merged(base, [recipe, _nest_keys(edits)], label)
+    return _write_merged(base, [recipe, own or {}, _nest_keys(edits)], label)
+
+
+def _read_own(name: str) -> Sections:
+    """Return the keys of OWN_SECTIONS that this file, the committed one or the recipe sets; {} if it did not begin as OWN."""
+    base, blank, here = (
+        _read_leaves(text) for text in (_read_committed(), OWN_PARAMS.read_text(), PARAMS_FILE.read_text())
+    )
+    if OWN not in _read_used() or here.get("target.model") in (base["target.model"], blank["target.model"]):
+        return {}
+    paths = base | dict(_list_leaves(_read_recipe(name), schema.Params, "")) | here
+    found = _resolve(PARAMS_FILE.read_text(encoding="utf-8"))
+    return _nest_keys({path: found[path] for path in paths if path.partition(".")[0] in OWN_SECTIONS and path in found})
 
 
 def _read_recipe(name: str, anywhere: bool = False) -> Sections:
@@ -144,11 +163,15 @@ def _write_used(sections: Sections) -> None:
     atomic.write_json(USED_FILE, sections)
 
 
+def _read_used() -> Sections:
+    found: Sections = json.loads(USED_FILE.read_text(encoding="utf-8")) if USED_FILE.is_file() else {}
+    return found
+
+
 def _find_local_edits() -> dict[str, Any]:
     """Return the keys that neither the committed params.yaml nor the recipe used last has set as they are, with their values."""
-    used = json.loads(USED_FILE.read_text(encoding="utf-8")) if USED_FILE.is_file() else {}
     expected = _read_leaves(_read_committed())
-    expected |= dict(_list_leaves(used, schema.Params, ""))
+    expected |= dict(_list_leaves(_read_used(), schema.Params, ""))
     current = _read_leaves(PARAMS_FILE.read_text(encoding="utf-8"))
     return {path: value for path, value in current.items() if path not in expected or expected[path] != value}
 

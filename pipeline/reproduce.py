@@ -70,7 +70,7 @@ def take_recipe(name: str, keep: bool = False) -> Iterator[str]:
         estimate = estimate_params(path, file)
         yield from [*estimate.lines, ""]
         preflight.refuse_unmet(name, list(_check_needs(name, path, file, estimate)))
-    yield from recipes.use_recipe(name, keep)
+    yield from recipes.use_recipe(name, keep, keep_own=False)
 
 
 def describe_dry_run(name: str, keep: bool = False) -> Iterator[str]:

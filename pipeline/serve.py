@@ -10,11 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import httpx
 import psutil
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 120.0  # 6 s warm, 12 s cold on two cores; the first start creates a database
 END_TIMEOUT_S = 10.0
+CANCEL_TIMEOUT_S = 45.0  # from Ctrl-C; Prefect kills a cancelled flow after 30
+LOST_FLOW_S = 5.0  # for a flow whose server is gone: it would try to report for minutes, and its guard ends its stages
 TAIL_LINES = 30
 RUNS_AT_ONCE = 4
 FORMS_POLL_S = 2.0
@@ -41,8 +44,8 @@ def main() -> None:
         port = read_port()
         end_leftover_server(port)
         check_port_free(port)
-        with run_prefect_server(port):
-            serve_flows(port)
+        with run_prefect_server(port) as server:
+            serve_flows(port, server)
     except ValueError as error:
         sys.exit(f"aerie: {error}")
 
@@ -83,8 +86,10 @@ def check_port_free(port: int) -> None:
 
 
 @contextmanager
-def run_prefect_server(port: int) -> Iterator[None]:
+def run_prefect_server(port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Start a Prefect server, put its settings into os.environ and wait until it answers; end it on leaving.
+
+    If it ends before, this process says so and ends too: nothing that Prefect's client then does comes to an end.
 
     Raises:
         ValueError: with the end of its log, if it does not answer in time.
@@ -119,14 +124,36 @@ def run_prefect_server(port: int) -> Iterator[None]:
             | {password.SERVER: secret, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(list_origins(port))},
             start_new_session=True,
         )
+    is_leaving = threading.Event()
+
+    def watch() -> None:
+        status = process.wait()
+        if not is_leaving.is_set():
+            _end_at_once(process, f"the Prefect server has ended ({status}), its log is {log}; run `make ui` again")
+
     try:
         _wait_until_answering(process, log)
-        yield
+        threading.Thread(target=watch, daemon=True).start()
+        yield process
     finally:
+        is_leaving.set()
         _end_group(process)
 
 
-def serve_flows(port: int) -> None:
+def _end_at_once(server: subprocess.Popen[bytes], message: str) -> NoReturn:
+    """Say why, end the flows and the server, and this process from whichever thread. A flow's guard ends its stages."""
+    print(f"aerie: {message}", file=sys.stderr, flush=True)
+    flows = [child for child in psutil.Process().children() if child.pid != server.pid]
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for flow in flows:
+            with suppress(psutil.NoSuchProcess):
+                end(flow)
+        _, flows = psutil.wait_procs(flows, LOST_FLOW_S)
+    _end_group(server)
+    os._exit(1)
+
+
+def serve_flows(port: int, server: subprocess.Popen[bytes]) -> None:
     """Execute runs started in the pages, by schedules or by `prefect deployment run`, until a signal ends this process."""
     # Only now: Prefect reads its settings from the environment once, when it is imported.
     from prefect.deployments.runner import EntrypointType
@@ -162,7 +189,7 @@ def serve_flows(port: int) -> None:
         "end    Ctrl-C; a running stage is ended too\n",
         flush=True,
     )
-    asyncio.run(_run_until_signal(runner, served))
+    asyncio.run(_run_until_signal(runner, served, server))
 
 
 def crash_lost_runs() -> None:
@@ -195,14 +222,29 @@ async def _keep_forms_current(served: "dict[str, Flow[Any, Any]]") -> None:
                 shown = now
 
 
-async def _run_until_signal(runner: "Runner", served: "dict[str, Flow[Any, Any]]") -> None:
-    """Serve until a signal, then cancel runs. Prefect 3.8's own `serve()` kills the flow outright, and its stage lives on."""
+async def _run_until_signal(
+    runner: "Runner", served: "dict[str, Flow[Any, Any]]", server: subprocess.Popen[bytes]
+) -> None:
+    """Serve until a signal, then cancel runs; a second signal, or CANCEL_TIMEOUT_S, ends all at once.
+
+    Prefect 3.8's own `serve()` kills the flow outright, and its stage lives on.
+    """
     signalled = asyncio.Event()
+
+    def begin_end() -> None:
+        if signalled.is_set():
+            _end_at_once(server, "ended by a second signal")
+        signalled.set()
+        late = f"the runs were not cancelled in {CANCEL_TIMEOUT_S:.0f} s, and are ended"
+        timer = threading.Timer(CANCEL_TIMEOUT_S, _end_at_once, (server, late))
+        timer.daemon = True
+        timer.start()
+
     serving = asyncio.create_task(runner.start())
     keeping = asyncio.create_task(_keep_forms_current(served))
     await asyncio.sleep(0)  # start() installs a SIGTERM handler that does not await stop(); it is replaced here
     for number in _list_end_signals():
-        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
+        asyncio.get_running_loop().add_signal_handler(number, begin_end)
     waiting = asyncio.create_task(signalled.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     keeping.cancel()

@@ -76,8 +76,9 @@ def make_workspace(name: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     run_git("worktree", "add", "--detach", str(folder), "HEAD")
     try:
-        for path in _list_uncommitted():
-            copy_file(Path(path), folder / path)
+        with dvc_graph.open_repo():  # dvc.lock among them
+            for path in _list_uncommitted():
+                copy_file(Path(path), folder / path)
         copy_file(PARAMS_FILE, folder / STARTED_PARAMS)
         share_settings(folder)
         if (folder / dvc_graph.LOCK_FILE).exists():

@@ -152,17 +152,18 @@ def _check_threshold(
 ) -> tuple[dict[str, Any], str | None]:
     """Return the report of a draft, and why its tau is below the threshold of check_overfit.min_tau, if it is."""
     settings, losses, perfect_tau = params.check_overfit, measurement.losses, measurement.perfect_tau
+    min_tau = round(settings.choose_min_tau(params.train_draft.ttt_steps), 3)
     ttt_steps, num_steps = params.train_draft.ttt_steps, _count_chain_drafts(params, name)
     # The trainer counts matches with the labels even where the row has another token, so a whole chain can be reached.
-    of_whole_chains = scale_threshold(settings.min_tau, 1 + num_steps, ttt_steps)
+    of_whole_chains = scale_threshold(min_tau, 1 + num_steps, ttt_steps)
     if measurement.engine_tau is None:
         tau, required = measurement.trainer_tau, of_whole_chains
     else:
-        tau, required = measurement.engine_tau, scale_threshold(settings.min_tau, perfect_tau, ttt_steps)
+        tau, required = measurement.engine_tau, scale_threshold(min_tau, perfect_tau, ttt_steps)
     report = {
         "row": measurement.row,
         "tau": tau,
-        "min_tau": settings.min_tau,
+        "min_tau": min_tau,
         "perfect_tau": perfect_tau,
         "vocabulary_coverage": round(measurement.coverage, 4),
         "required_tau": round(required, 3),
@@ -173,7 +174,7 @@ def _check_threshold(
     print(
         f"{name}: after {settings.steps} steps on one row {tau:.2f} tokens per verify cycle of {perfect_tau:.2f}, "
         f"{measurement.trainer_tau:.2f} by the trainer's own forward, loss {losses[0]:.2f} -> {losses[-1]:.2f}; "
-        f"{required:.2f} required{nothing if settings.min_tau == 1 else ''}"
+        f"{required:.2f} required{nothing if min_tau == 1 else ''}"
     )
     learned = f"check_overfit of {name}: after {settings.steps} steps on row {measurement.row}"
     if tau < required:
@@ -191,13 +192,13 @@ def _check_threshold(
             )
         return report, (
             f"{learned} a chain of {num_steps} drafts commits {tau:.2f} tokens per verify cycle, expected at least "
-            f"{required:.2f}: check_overfit.min_tau {settings.min_tau}, in proportion to {perfect_tau:.2f}, which perfect "
+            f"{required:.2f}: check_overfit.min_tau {min_tau}, in proportion to {perfect_tau:.2f}, which perfect "
             f"guesses reach on this row. {advice}"
         )
     if perfect_tau < LEAST_TELLING_TAU and measurement.trainer_tau < of_whole_chains:
         return report, (
             f"{learned} the trainer's own forward commits {measurement.trainer_tau:.2f} of the target's most likely tokens "
-            f"per verify cycle, expected at least {of_whole_chains:.2f}: check_overfit.min_tau {settings.min_tau}. It decides "
+            f"per verify cycle, expected at least {of_whole_chains:.2f}: check_overfit.min_tau {min_tau}. It decides "
             "here, since the row's own tokens are seldom those: perfect guesses reach "
             f"{perfect_tau:.2f} on it. {_advise(name, measurement, math.inf)}. A target of random "
             "weights, whose tokens are about equally likely, is not learned in so few steps: to try the rest of the run "

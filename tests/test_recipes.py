@@ -203,6 +203,27 @@ def test_recipes_never_mix(committed: Path, first: str) -> None:
     assert (committed / "params.yaml").read_bytes() == alone
 
 
+def test_a_recipe_over_use_own_keeps_target_data_and_device(committed: Path) -> None:
+    """Bug: it put back the recipe's own target and data, so a model of one's own on eight GPUs was many keys by hand."""
+    use_recipe("train-qwen3-8b-8gpu")
+    alone = schema.load_params()
+    use_recipe("own")
+    edit_params(
+        committed,
+        {"target": {"model": "our/model", "device": "cpu"}, "fix_data": {"raw": "data/raw/mine", "max_chars": 90}},
+    )
+    for _ in range(2):
+        use_recipe("train-qwen3-8b-8gpu")
+        found = schema.load_params()
+        assert (found.target.model, found.target.device, found.target.dtype) == ("our/model", "cpu", "float32")
+        assert (found.fix_data.raw, found.fix_data.max_chars, found.fix_data.format) == ("data/raw/mine", 90, "auto")
+        assert (found.fix_data.answers, found.fix_data.tables) == ("text", None)  # not the toy's
+        assert found.model_dump(exclude={"target", "fix_data"}) == alone.model_dump(exclude={"target", "fix_data"})
+    shutil.copy(committed / "params.yaml.before-own", committed / "params.yaml")
+    use_recipe("train-qwen3-8b-8gpu")
+    assert schema.load_params() == alone
+
+
 def test_a_local_edit_that_goes_is_named_and_kept_on_request(committed: Path) -> None:
     use_recipe("weather-tiny-moe")
     edit_params(committed, {"train_draft": {"learning_rate": 0.0125}, "target": {"num_threads": 1}})

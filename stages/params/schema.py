@@ -69,12 +69,25 @@ class Params(Section):
 
     @model_validator(mode="after")
     def sections_agree(self) -> "Params":
-        self._check_training()
-        self._check_checkpoints()
-        self._check_workloads()
-        self._check_depths()
-        self._check_cell_trees()
+        if problems := self.list_disagreements():
+            raise ValueError("\n".join(problems))
         return self
+
+    def list_disagreements(self) -> list[str]:
+        """Return what each check of several sections refuses; a check that reads a section which isn't there is left out."""
+        problems = []
+        for check in (
+            self._check_training, self._check_checkpoints, self._check_workloads, self._check_serving_costs, self._check_depths,
+            self._check_cell_trees,
+        ):  # fmt: skip
+            try:
+                check()
+            except ValueError as error:
+                problems.append(str(error))
+            except AttributeError:
+                if self.__dict__.keys() == Params.model_fields.keys():
+                    raise
+        return problems
 
     def _check_checkpoints(self) -> None:
         """Raise ValueError for a name that is made twice, or listed without being made."""
@@ -153,7 +166,6 @@ class Params(Section):
                     f"benchmark.workloads.{name}.until is set and the workload served, expected benchmark_served.interleave: "
                     "true: only beside its own baseline a cell knows its speedup while it measures; set it, or until to null"
                 )
-        self._check_serving_costs()
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
             raise ValueError(
                 f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
@@ -227,7 +239,7 @@ class Params(Section):
 
     def _check_depths(self) -> None:
         """Raise ValueError for a tau that can't be reached, or a sliding window shorter than the deepest tree."""
-        if self.check_overfit.min_tau > self.train_draft.ttt_steps + 1:
+        if (self.check_overfit.min_tau or 1) > self.train_draft.ttt_steps + 1:
             raise ValueError(
                 f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached: a chain of train_draft.ttt_steps = "
                 f"{self.train_draft.ttt_steps} drafts commits at most {self.train_draft.ttt_steps + 1} "
@@ -351,10 +363,30 @@ def _read_sections(path: Path, if_missing: str) -> dict[str, Any]:
     return found
 
 
+def _construct_valid(found: dict[str, Any], wrong: set[Any]) -> Params:
+    """Return parameters of which only the sections without an error of their own are there."""
+    valid = {name: field for name, field in Params.model_fields.items() if name not in wrong}
+    sections = {
+        name: field.annotation.model_validate(found[name])
+        if name in found
+        else field.get_default(call_default_factory=True)
+        for name, field in valid.items()
+        if field.annotation
+    }
+    partial = Params.model_construct()
+    partial.__dict__.clear()
+    partial.__dict__.update(sections)
+    return partial
+
+
 def _validate_model(model: type[SectionT], found: Any, path: Path, prefix: str = "") -> SectionT:
     try:
         return model.model_validate(found)
     except ValidationError as error:
-        lines = explain_errors(error.errors(include_url=False), model)
+        errors = error.errors(include_url=False)
+        lines = [line for text in explain_errors(errors, model) for line in text.split("\n")]
+        if model is Params and isinstance(found, dict):
+            lines += _construct_valid(found, {one["loc"][0] for one in errors if one["loc"]}).list_disagreements()
+        lines = list(dict.fromkeys(lines))
         problems = "\n".join(f"  {prefix}{line}" for line in lines)
         raise ValueError(f"{path} has {len(lines)} problem(s) to correct:\n{problems}") from None

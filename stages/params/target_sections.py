@@ -4,12 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stages.params.section import Count, Dtype, FeatureLayers, Positive, Section, Seed, Text
+from stages.params.section import Count, Dtype, FeatureLayers, Positive, Section, Seed, Source, Text
 
 
 class Target(Section):
     # a toy of a million parameters, made by prepare_target; else a Hugging Face id, a local folder or a GGUF file
-    model: Text
+    model: Source
     revision: str | None = None  # branch, tag or commit of a Hugging Face id; pinned to a commit in target.json
     trust_remote_code: bool = False  # true runs Python that comes with the model: only for sources you trust
     dtype: Dtype = "float32"  # float32 makes speculative decoding exactly lossless

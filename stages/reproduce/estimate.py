@@ -1,7 +1,7 @@
 """Estimate of a run: parameters, bytes and GPU-hours, without a GPU, a download or the data.
 
     python -m stages.reproduce.estimate RECIPE PARAMS [GPU]    # JSON: lines to read, estimates by stage, totals
-    python -m stages.reproduce.estimate - PARAMS               # without a recipe: rows as long as those here
+    python -m stages.reproduce.estimate - PARAMS               # without a recipe: the rows of the data here, and as long
 
 The draft's shape is inferred from the target's as init_draft does. Hours are FLOP and bytes over rates that were measured on an
 H200 at the shape of Qwen3-8B. Loading, compiling, replays and check_overfit are left out; every answer counts as long as it may
@@ -30,9 +30,11 @@ from stages.params.draft_sections import MOST_BATCH_TOKENS
 from stages.params.families import BlockSegment
 from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes
+from stages.reproduce import data_size
 from stages.reproduce.block_flop import BlockFlop, BlockWork
 from stages.reproduce.target_size import TargetSize, format_count, get_itemsize, read_target_size
 from stages.target.manifest import TargetManifest
+from stages.telemetry import stage_log
 from stages.telemetry.run_stage import run_stage
 
 # Share of an H200's memory bandwidth, by datasheet; both compute 989 TFLOP/s in bfloat16.
@@ -108,21 +110,8 @@ class RowCounts:
 def main(recipe_file: str, params_file: str, gpu: str = "h200") -> None:
     p = schema.load_params(Path(params_file))
     recipe = None if recipe_file == "-" else schema.read_recipe(Path(recipe_file))[0]
-    train_rows = recipe.train_rows if recipe else None
-    row_tokens = recipe.row_tokens if recipe else read_row_tokens(p)
-    print(json.dumps(asdict(estimate_run(p, train_rows, row_tokens, gpu))))
-
-
-def read_row_tokens(p: schema.Params) -> int:
-    """Return the mean length of the rows that were extracted here with this target, the most it may be if none were."""
-    try:
-        target = json.loads(Path("artifacts/target/target.json").read_text(encoding="utf-8"))
-        report = json.loads(Path("results/hiddens_report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return p.extract_hiddens.max_length
-    if target.get("model") != p.target.model or not report.get("rows_out"):
-        return p.extract_hiddens.max_length
-    return math.ceil(report["tokens"] / report["rows_out"])
+    p, row_tokens = (p, recipe.row_tokens) if recipe else data_size.apply_data(p)
+    print(json.dumps(asdict(estimate_run(p, recipe.train_rows if recipe else None, row_tokens, gpu))))
 
 
 def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu: str = "h200") -> RunEstimate:
@@ -132,11 +121,14 @@ def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu:
     rows, result = RowCounts.of_params(p, train_rows, row_tokens), RunEstimate()
     _add_sizes(result, p, target, draft)
     if not rows.train and p.train_draft.checkpoints:
-        advice = "sample_target.train_rows is null, and the data is not read here"
+        advice = (
+            "sample_target.train_rows is null, and the data is not here, of the Hub, or refused: aerie preview data"
+        )
         result.add_line("training rows", "not counted", advice)
     _add_disk(result, p, rows, target, draft)
     if p.target.device == "cpu":
-        result.add_line("GPU", "none", "target.device is cpu")
+        result.add_line("GPU", "none", "target.device is cpu; times are those of stages that ran here with this target")
+        _add_logged_times(result, p, rows)
     else:
         _Hours(result, p, rows, target, draft, GPUS[gpu]).add_all()
         scaled = f", scaled to an {gpu.upper()} by datasheet" if gpu != "h200" else ""
@@ -235,6 +227,31 @@ def _count_token_bytes(p: schema.Params, manifest: TargetManifest) -> float:
 def _get_eval_rows(p: schema.Params) -> int:
     """Return the most rows that one eval set can have."""
     return p.sample_target.eval_rows or p.fix_data.eval_rows or 0
+
+
+def _add_logged_times(result: RunEstimate, p: schema.Params, rows: RowCounts) -> None:
+    """Add the time of each stage of tokens that has run here with this target, by this machine's log."""
+    if not data_size.is_of_target_here(p):
+        return
+    seconds = {run.stage: run.seconds for run in stage_log.read_log()}  # of the last run of each
+    sampled, hiddens = (data_size.read_json(f"results/{name}_report.json") for name in ("sample", "hiddens"))
+    answers = (rows.train + rows.evaluated) * min(rows.length, p.sample_target.max_new_tokens)
+    work = {
+        "sample_target": (answers, sum(sampled.get("tokens", {}).values())),
+        "extract_hiddens": (rows.count_stored_tokens(p), hiddens.get("tokens", 0)),
+    }
+    for name, segment in p.train_draft.checkpoints.items():
+        epochs = data_size.read_json(f"results/train/{name}.json").get("epochs", [])
+        done = sum(epoch["tokens"] for epoch in epochs[-segment.epochs :])
+        work[f"train_draft@{name}"] = segment.epochs * rows.train * rows.length, done
+    for stage, (tokens, done) in work.items():
+        if done and seconds.get(stage):
+            rate = done / seconds[stage]
+            estimate = result.stages.setdefault(stage.partition("@")[0], StageEstimate())
+            estimate.seconds = (estimate.seconds or 0) + tokens / rate
+            result.add_line(
+                stage, f"{tokens / rate:,.0f} s", f"{tokens:,} tokens at {rate:,.0f} tokens/s of its last run here"
+            )
 
 
 # Hours

@@ -48,7 +48,7 @@ BAD_CHECKPOINTS = [
      "init_draft.sliding_window is 9, expected at least the most steps asked for, 10"),
     ("init_draft|revision: null", "revision: main", "init_draft: revision is 'main', expected null while from"),
     ("draft_config_path: null ", "draft_config_path: /tmp/x.json ", "init_draft.draft_config_path: expected text matching"),
-    ("min_tau: 6.0", "min_tau: 8.5",
+    ("min_tau: null", "min_tau: 8.5",
      "check_overfit.min_tau 8.5 can't be reached: a chain of train_draft.ttt_steps = 7 drafts commits at most 8 tokens per"),
 ]  # fmt: skip
 
@@ -56,7 +56,7 @@ BAD_CHECKPOINTS = [
 @pytest.mark.parametrize(("old", "new", "start"), BAD_CHECKPOINTS, ids=[row[1] for row in BAD_CHECKPOINTS])
 def test_checkpoints_that_can_not_be_trained_or_measured(old: str, new: str, start: str) -> None:
     edit_params_text((old, new))
-    (line,) = list_problems()
+    line, *_ = list_problems()
     assert line.startswith(start), line
 
 

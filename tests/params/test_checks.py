@@ -15,7 +15,7 @@ from tests.params.params_edits import edit_params_text, set_value, set_values
 
 
 @pytest.mark.parametrize(
-    "model", ["/nowhere/qwen", "./qwen", "../qwen", "~/qwen", "qwen", "our/models/qwen", "-/qwen", "our/qwen/"]
+    "model", ["/nowhere/qwen", "./qwen", "../qwen", "~/qwen", "qwen", "our/models/qwen", "our/qwen/"]
 )
 def test_a_target_folder_that_is_missing_is_named_before_any_stage(model: str) -> None:
     """Bug: it was looked for on Hugging Face, after fix_data had run, and the message was about the network."""

@@ -40,6 +40,38 @@ def test_a_mapping_is_no_value_of_any_other_key(key_path: tuple[str, ...]) -> No
     assert line.startswith(".".join(key_path) + ": expected ") and "found {'a': 1}" in line
 
 
+def test_problems_of_keys_and_of_sections_that_disagree_come_together() -> None:
+    """Bug: one hand-written file was refused three times, each time for the next problem."""
+    edit_params_text(
+        ("sample_target|max_new_tokens: 200", "max_new_tokens: 0"),
+        ("benchmark|checkpoints: [e009]", "checkpoints: [e010]"),
+        ("benchmark|prompts: eval", "prompts: evil"),
+        ("min_tau: null", "min_tau: 8.5"),
+    )
+    found = "\n".join(list_problems())
+    expected = (
+        "sample_target.max_new_tokens: ",
+        "no checkpoint 'e010'",
+        "prompts is 'evil'",
+        "min_tau 8.5 can't be reached",
+    )
+    assert all(text in found for text in expected), found
+
+
+@pytest.mark.parametrize("ttt_steps", [1, 3, 5])
+def test_a_draft_of_few_steps_is_held_to_a_threshold_that_it_can_reach(ttt_steps: int) -> None:
+    """Bug: check_overfit.min_tau was 6.0 by default, and refused every ttt_steps below 5."""
+    set_value(("train_draft", "ttt_steps"), ttt_steps)
+    assert 1 < schema.load_params().check_overfit.choose_min_tau(ttt_steps) < ttt_steps + 1
+
+
+@pytest.mark.parametrize("key_path", [("target", "model"), ("init_draft", "from")], ids=".".join)
+def test_an_id_is_no_flag_of_the_engine_that_gets_it(key_path: tuple[str, ...]) -> None:
+    """Bug: a local target `--load-format=...` was a word of the engine's command line, and a flag there."""
+    set_value(key_path, "--load-format=dummy")
+    assert list_problems()[0].startswith(f"{'.'.join(key_path)}: expected an id or a path, which does not begin with -")
+
+
 @pytest.mark.parametrize(
     ("value", "found"),
     [
@@ -195,7 +227,7 @@ BAD_VALUES = [
      "prepare_target.learning_rate: expected a valid number, found '3e-2'"),
     ("eval_share: 0.15", "eval_share: 1", "fix_data.eval_share: expected less than 1, found 1"),
     ("top_p: 1.0", "top_p: 1.1", "sample_target.top_p: expected less than or equal to 1, found 1.1"),
-    ("min_tau: 6.0", "min_tau: 0.9", "check_overfit.min_tau: expected greater than or equal to 1, found 0.9"),
+    ("min_tau: null", "min_tau: 0.9", "check_overfit.min_tau: expected greater than or equal to 1, found 0.9"),
     ("num_draft_tokens: [4,", "num_draft_tokens: [1,",
      "replay_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
     ("replay_trees|tree_scoring: sglang", "tree_scoring: vllm",
@@ -286,7 +318,7 @@ def test_wrong_ports_and_a_server_of_two_configurations_are_found_when_params_ar
 @pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])
 def test_no_number_is_infinite(number: str) -> None:
     """Bug: a learning rate of .inf was greater than 0 and so accepted."""
-    for key in ("learning_rate: 0.03", "grad_clip: 0.5", "temperature: 0.7", "min_tau: 6.0"):
+    for key in ("learning_rate: 0.03", "grad_clip: 0.5", "temperature: 0.7", "memory_gib: 0.25"):
         edit_params_text((key, f"{key.split(':')[0]}: {number}"))
         (line,) = list_problems()
         assert "expected a finite number, found " in line

@@ -18,7 +18,8 @@ from pipeline import reproduce
 from tests.conftest import ROOT as REPO
 from tests.conftest import share_path
 
-os.environ["PYTHONPATH"] = str(REPO)  # what these tests start is this checkout's, whichever one is installed
+# What these tests start is this checkout's, whichever one is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
 
 # Out of order on purpose: the order to run in must come from the dependencies.
 GRAPH = """

@@ -2,16 +2,20 @@
 
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from pipeline import dvc_graph, processes
 from pipeline.dvc_graph import Outcome
+from pipeline.remote import dvc_remote
 from tests.conftest import has_ended
-from tests.pipeline.conftest import run_dvc_cli
+from tests.pipeline.conftest import Project, run_dvc_cli
 
 
 def run_all() -> dict[str, Outcome]:
@@ -158,6 +162,62 @@ def test_a_truncated_lock_file_is_restored_from_git_or_removed_and_nothing_runs_
     lock.write_text(cut)
     assert "restored from the last commit" in str(dvc_graph.repair_lock())
     assert lock.read_text() == whole and dvc_graph.explain_stale() == {}
+
+
+# `dvc repro` typed by hand, which stops between emptying dvc.lock and writing it until a line comes in.
+BARE_REPRO = """
+import sys
+from dvc.cli import main
+from dvc.utils.serialize import _common
+dump = _common._dump_data
+def pause(path, *words, **keys):
+    open(path, "w").close()
+    print("emptied", flush=True)
+    sys.stdin.readline()
+    dump(path, *words, **keys)
+_common._dump_data = pause
+sys.exit(main(["repro", "-q", "first"]))
+"""
+READERS = {
+    "list_stages": lambda: set(dvc_graph.list_stages()) == {"first", "middle", "last"},
+    "explain_stale": lambda: "first" not in dvc_graph.explain_stale(),
+    "repair_lock": lambda: dvc_graph.repair_lock() is None,
+    "pull_inputs": lambda: dvc_graph.pull_inputs("last") == [],
+    "offer_stage": lambda: dvc_remote.offer_stage("middle").upstream.keys() == {"first"},
+    "collect_stage": lambda: dvc_remote.collect_stage("first") is None,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_lock_file_that_dvc_is_writing_is_read_whole(finished_run, tmp_path: Path, reader: str) -> None:
+    """Bug: DVC empties dvc.lock and then writes it; read meanwhile, two workers' cells failed, and `aerie run` removed it."""
+    run_dvc_cli("remote", "add", "-d", "store", str(tmp_path / "store"))
+    finished_run.git("init", "-q")
+    (finished_run.root / "raw.csv").write_text("tree,tau\nt5_1_6,2.6\n")
+    command = [sys.executable, "-c", BARE_REPRO]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as bare:
+        assert bare.stdin and bare.stdout
+        while "emptied" not in (line := bare.stdout.readline()):
+            assert line, "dvc repro wrote nothing"
+        release = threading.Timer(1.5, lambda: (bare.stdin.write("\n"), bare.stdin.flush()))
+        release.start()
+        try:
+            assert READERS[reader]()
+        finally:
+            release.join()
+    assert bare.returncode == 0 and finished_run.locked() == {"first", "middle", "last"}
+    assert dvc_graph.explain_stale(["first"]) == {}
+
+
+def test_our_dvc_replaces_the_lock_file_whole(project: Project) -> None:
+    """Bug: a kill between the two left it empty, and a reader without DVC's lock found it so."""
+    dvc_graph.reproduce_stage("first", print)
+    lock = project.root / "dvc.lock"
+    lock.chmod(0o640)
+    with lock.open() as before:
+        dvc_graph.reproduce_stage("middle", print)
+        assert "middle" not in before.read()  # the old file, whole, is still what a reader has open
+    assert project.locked() == {"first", "middle"} and lock.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_stopped_run_starts_nothing_more(project, monkeypatch):

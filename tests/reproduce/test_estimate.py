@@ -1,6 +1,7 @@
 """Estimates against what models really have, what was measured, and a slow count."""
 
 import json
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from stages.hidden_states import format
 from stages.params import schema
 from stages.params.draft_sections import TrainDraft
 from stages.params.units import format_bytes
-from stages.reproduce import estimate, target_size
+from stages.reproduce import data_size, estimate, target_size
+from stages.telemetry.stage_log import StageRun
 from tests.conftest import ROOT
 
 PRINTED = {  # model cards; Qwen3-VL's counts its vision tower
@@ -170,17 +172,57 @@ def test_a_target_of_a_local_folder_is_read_from_its_own_config(tmp_path: Path) 
     assert found.parameters == known.parameters and found.recorded_from == "its own config.json"
 
 
-def test_without_a_recipe_rows_are_as_long_as_those_extracted_here() -> None:
-    """Bug: after `aerie use` rows counted as max_length, four times the recipe's. Rows of another target do not count."""
+def test_without_a_recipe_rows_are_those_of_the_data_here(tmp_path: Path) -> None:
+    """Bug: rows counted at max_length and as many as asked for: 167 GiB where 15 were written, and none of 20,000 questions."""
     p, _ = shape_of("weather-tiny")
-    assert estimate.read_row_tokens(p) == p.extract_hiddens.max_length
+    raw = tmp_path / "questions.txt"
+    raw.write_text("".join(f"What is the weather in town {n}?\n" for n in range(20_000)))
+    sampling = p.sample_target.model_copy(update={"train_rows": None, "eval_rows": 200, "max_new_tokens": 90})
+    fix = p.fix_data.model_copy(update={"raw": str(raw), "answers": "text", "tables": None, "eval_share": 0.1})
+    hiddens = p.extract_hiddens.model_copy(update={"max_length": 4096})
+    p = p.model_copy(update={"sample_target": sampling, "fix_data": fix, "extract_hiddens": hiddens})
+    found, length = data_size.apply_data(p)
+    assert (found.sample_target.train_rows, found.sample_target.eval_rows) == (18_000, 200)
+    assert 90 + 6 <= length <= 90 + 30
+    lines = estimate.estimate_run(found, None, length).lines
+    assert any(line.startswith("hidden states: ") and f"{(18_000 + 400) * length:,} tokens" in line for line in lines)
+    more = found.model_copy(update={"sample_target": sampling.model_copy(update={"train_rows": 50_000})})
+    assert data_size.apply_data(more)[0].sample_target.train_rows == 18_000
+    # Then what the stages have written counts: of this target, and of these files.
     Path("artifacts/target").mkdir(parents=True)
     Path("results").mkdir(exist_ok=True)
     Path("artifacts/target/target.json").write_text(json.dumps({"model": p.target.model}))
+    for report, content in {
+        "fix": {"rows_out": 1000, "files": {"questions.txt": {}}}, "sample": {"rows_out": 10, "tokens": {"train": 200}},
+    }.items():  # fmt: skip
+        Path(f"results/{report}_report.json").write_text(json.dumps(content))
+    found, shorter = data_size.apply_data(p)
+    assert found.sample_target.train_rows == 900 and shorter == length - 90 + 20
     Path("results/hiddens_report.json").write_text(json.dumps({"rows_out": 300, "tokens": 49255}))
-    assert estimate.read_row_tokens(p) == 165
-    other, _ = shape_of("angelslim-qwen3-8b")
-    assert estimate.read_row_tokens(other) == other.extract_hiddens.max_length
+    assert data_size.apply_data(p)[1] == 165
+    other = p.model_copy(update={"target": p.target.model_copy(update={"model": "our/other"})})
+    assert data_size.apply_data(other)[1] > 90
+
+
+def test_times_on_a_cpu_are_those_of_this_machines_log() -> None:
+    """Bug: on a CPU every time was a dash, though the log here had the rate of each stage."""
+    p, _ = shape_of("weather-tiny")
+    assert estimate.estimate_run(p, 100, 165).stages.get("sample_target") is None
+    for path, content in {
+        "artifacts/target/target.json": {"model": p.target.model},
+        "results/sample_report.json": {"tokens": {"train": 800, "eval": 200}},
+        "results/train/e003.json": {"epochs": [{"tokens": 500}] * 3},
+    }.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(content))
+    Path("logs").mkdir()
+    runs = [asdict(StageRun(stage, 0, 1, {}, seconds, [], None)) for stage, seconds in
+            (("sample_target", 7.0), ("sample_target", 10.0), ("train_draft@e003", 30.0))]  # fmt: skip
+    Path("logs/stages.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+    found = estimate.estimate_run(p, 100, 165).stages
+    assert found["sample_target"].seconds == (p.sample_target.train_rows + 2 * 40) * 165 / 100
+    assert found["train_draft"].seconds == 3 * p.sample_target.train_rows * 165 / 50
+    assert found["extract_hiddens"].seconds is None
 
 
 def test_a_number_of_training_rows_that_is_not_known_is_told() -> None:
