@@ -26,7 +26,8 @@ BAD_RIVALS = [
     ("method: eagle}", "method: eagle, heads: 4}",
      "train_draft.checkpoints.ours.heads: unknown key; known keys are from, epochs, method, horizon_epochs. Correct"),
     (", heads: 4}", ", heads: 4, learning_rate: 0.1}",
-     "train_draft.checkpoints.heads.learning_rate: unknown key; known keys are from, epochs, method, horizon_epochs, heads; train_draft."),
+     "train_draft.checkpoints.heads.learning_rate: unknown key; known keys are from, epochs, method, horizon_epochs, "
+     "heads; train_draft."),
     ("ours: {from: e000", "ours: {from: e003",
      "train_draft: checkpoints.ours is of eagle and starts from e003, which is of eagle3; expected one method: start it"),
     ("heads: {from: e000", "more: {from: heads, epochs: 1, method: medusa, heads: 5}\n    heads: {from: e000",
@@ -82,7 +83,10 @@ def test_what_servers_do_not_run_is_not_replayed_or_timed(old: str, new: str, ke
 
 
 ALL = "expected one of eagle3, dflash, dflash2, dspark, eagle, medusa"
-KNOWN = "unknown key (did you mean method?); known keys are from, epochs, method, horizon_epochs. Correct the spelling, or leave the key out"
+KNOWN = (
+    "unknown key (did you mean method?); known keys are from, epochs, method, horizon_epochs. Correct the spelling, or leave "
+    "the key out"
+)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_an_unknown_key_is_named_with_the_known_ones(section: tuple[str, ...]) -
     inside = READ
     for part in section:
         inside = inside[part]
-    optional = ["method"] if section[:-1] == ("train_draft", "checkpoints") else []
+    optional = ["method", "horizon_epochs"] if section[:-1] == ("train_draft", "checkpoints") else []
     key, known = ".".join([*section, "zebra"]), ", ".join([*inside, *optional])
     assert list_problems() == [
         f"{key}: unknown key; known keys are {known}. Correct the spelling, or leave the key out"
