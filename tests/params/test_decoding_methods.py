@@ -26,8 +26,7 @@ BAD_RIVALS = [
     ("method: eagle}", "method: eagle, heads: 4}",
      "train_draft.checkpoints.ours.heads: unknown key; known keys are from, epochs, method, horizon_epochs. Correct"),
     (", heads: 4}", ", heads: 4, learning_rate: 0.1}",
-     "train_draft.checkpoints.heads.learning_rate: unknown key; known keys are from, epochs, method, horizon_epochs, "
-     "heads; train_draft."),
+     "train_draft.checkpoints.heads.learning_rate: unknown key; known keys are from, epochs, method, horizon_epochs, heads"),
     ("ours: {from: e000", "ours: {from: e003",
      "train_draft: checkpoints.ours is of eagle and starts from e003, which is of eagle3; expected one method: start it"),
     ("heads: {from: e000", "more: {from: heads, epochs: 1, method: medusa, heads: 5}\n    heads: {from: e000",
