@@ -9,11 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import polars as pl
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from stages import train_draft
+from stages.families import held_out
 from stages.runtime import free_port
 from tests.conftest import SMALL, edit_params
 
@@ -120,6 +122,33 @@ def test_work_of_other_parameters_is_not_taken_up(killed: Path) -> None:
     """SpecForge's caches silently went stale; here the digest covers parameters, inputs and code."""
     edit_params(killed, {"train_draft": {"ttt_decay": 0.7}})
     assert "resumed" not in kill_and_finish(killed, kills=0, seed=0)
+
+
+def test_epochs_are_scored_on_eval_answers_which_teach_nothing(project: Path, small_run: Path) -> None:
+    """The accept length is replay_trees' tau of that checkpoint; without eval rows the weights are the same to the bit."""
+    report = json.loads((small_run / "results/train/straight.json").read_text())
+    scores = [epoch["held_out"] for epoch in report["epochs"]]
+    chain = pl.read_csv(small_run / "results/replay/straight.csv").filter(num_steps=3, topk=1, temperature=0.0)
+    assert scores[-1]["accept_length"] == pytest.approx(chain["tau"].item()) and scores[-1]["answers"] == 6
+    shutil.rmtree(project / "data/hiddens/eval")
+    assert all(epoch["held_out"] is None for epoch in finish(project)["epochs"])
+    assert equals_undisturbed(project, small_run)
+
+
+def test_the_best_epoch_is_kept_with_its_state(project: Path, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs are made to accept 2, 3 and 1: the checkpoint is that of two epochs under the same schedule."""
+    monkeypatch.chdir(project)
+    lengths = iter([2.0, 3.0, 1.0])
+    monkeypatch.setattr(held_out.HeldOutAnswers, "_replay_chain", lambda own: next(lengths))
+    edit_params(project, {"train_draft": {"keep": "best"}})
+    train_draft.main("straight")
+    assert json.loads(Path("drafts/straight/state/progress.json").read_text())["epoch"] == 2
+    edit_params(project, {"train_draft": {"keep": "last", "horizon_epochs": 3, **epochs(2)}})
+    best = [(project / "drafts/straight" / part).read_bytes() for part in RESULTS]
+    shutil.rmtree(project / "drafts/straight")
+    finish(project)
+    assert best == [(project / "drafts/straight" / part).read_bytes() for part in RESULTS]
+    assert not list(Path(".scratch").glob("train_draft-straight-*"))
 
 
 def test_two_processes_learn_what_one_does(project: Path, small_run: Path) -> None:

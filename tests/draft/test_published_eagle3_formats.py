@@ -131,6 +131,14 @@ def test_rope_is_read_in_both_spellings(tmp_path: Path, rope: dict[str, Any], re
     assert found.config["rope_parameters"] == rope and found.config["rope_theta"] == rope["rope_theta"]
 
 
+def test_a_head_that_is_left_out_of_the_file_is_the_targets_rows(tmp_path: Path) -> None:
+    config, tensors = export_own_draft(tmp_path)
+    headless = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    found = read(publish(tmp_path / "theirs", config | {"lm_head_rows": "target"}, headless))
+    assert torch.equal(found.tensors["lm_head.weight"], HEAD[tensors["t2d"]].to(tensors["fc.weight"].dtype))
+    assert found.config == config and "the target's rows are taken" in found.notes[0]
+
+
 def test_a_map_is_made_of_t2d_where_that_is_all_there_is(tmp_path: Path) -> None:
     config, tensors = export_own_draft(tmp_path)
     found = read(publish(tmp_path / "theirs", config, {n: t for n, t in tensors.items() if n != "d2t"}))
