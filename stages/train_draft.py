@@ -14,6 +14,7 @@ packs of a step, so their number does not change what is learned. With `extract_
 the target computes those of each pack here.
 """
 
+import copy
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -115,10 +116,11 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     settings = fill_batch_tokens(settings, hidden_states.lengths)
     training.freeze(draft, head, settings.train_head, target_manifest.logits_scale)
     objective, compute_loss = training.build_objective(draft, segment, settings, target_manifest.logits_scale)
+    scored = replace(draft, module=copy.deepcopy(draft.module))
     learned = draft.module, embedding, head, objective, compute_loss
     trainer = Trainer(*learned, settings, ranks, progress, segment.horizon_epochs, training.is_table)
     del progress  # the trainer has its own copy of the optimizer state
-    score = _open_held_out(draft, trainer, target_manifest, layer_indices)
+    score = _open_held_out(scored, trainer, target_manifest, layer_indices)
     if hidden_states.online:
         compile_tokens = settings.batch_tokens if params.extract_hiddens.compile else None
         from stages.target.feature_target import FeatureTarget  # transformers' model classes: seconds

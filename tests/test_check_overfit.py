@@ -228,7 +228,7 @@ def test_training_that_diverges_in_its_last_step_writes_nothing(
 
     monkeypatch.setattr(MasterWeightOptimizer, "step", diverge)
     with pytest.raises(
-        ValueError, match=r"diverged by step 3 \(epoch 3\): fc\.weight holds 5 NaN .* lower train_draft\.learning"
+        ValueError, match=r"diverged by step 3 \(epoch 3\): fc\.weight holds 5 NaN .* lower train_draft\.muon_learning"
     ):
         train_draft.main("e003")
     assert len(weights) == 3 and not Path("drafts/e003").exists()

@@ -160,7 +160,7 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(
     packs = step.packs
     assert step.num_rows == sum(map(len, plan[0])) and step.ends_epoch
     assert len(packs) == 3 and any(len(pack.lengths) > 1 for pack in packs)
-    trainer.schedule = SimpleNamespace(get_rate=lambda step: 0.0)  # type: ignore[assignment]
+    trainer.schedule = SimpleNamespace(get_share=lambda step: 0.0)  # type: ignore[assignment]
     monkeypatch.setattr(trainer.optimizer, "step", lambda rate, clip: None)
     loss, matches, counts, candidates = trainer.train_step(packs)
     assert candidates.tolist() == [sum(pack.num_candidates for pack in packs)] * 3 and candidates[0] > counts[0]

@@ -6,12 +6,10 @@ verify cycle commits with a chain of three drafts, as replay_trees computes them
 code and their rows are no input of train_draft; only `keep: best` looks at the scores.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,27 +32,24 @@ REPLAY_MEMORY = 1 << 30  # bytes
 
 
 class HeldOutAnswers:
-    """Answers of the eval split, and a copy of the draft in training that takes each epoch's weights."""
+    """Answers of the eval split, and a draft that takes each epoch's weights."""
 
     def __init__(self, draft: LoadedDraft, trainer: Trainer, target: TargetManifest, layer_indices: Sequence[int]):
-        """`draft` has the module that the trainer trains."""
+        """`draft` has a copy of the module that the trainer trains, which it may shard."""
         reader = HiddenStatesReader(EVAL_FOLDER, layer_indices)
         every = max(1, math.ceil(sum(reader.lengths) / MOST_TOKENS))
         rows = (reader.read_row(i, trainer.dtype) for i in range(0, len(reader), every))
         numbers = (replace(r, features=r.features.to(trainer.dtype), last=r.last.to(trainer.dtype)) for r in rows)
         self._rows = sorted(numbers, key=lambda row: len(row.ids))
-        self._trainer = trainer
-        self._module: Any = None
-        self._draft, self._target = draft, target
+        self._trainer, self._target = trainer, target
+        self._draft = replace(draft, module=draft.module.to(trainer.ranks.device, trainer.dtype))
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def score(self, weights: dict[str, Tensor]) -> HeldOutScores:
         """Return the scores of the draft with these weights, those of `Trainer.gather_state`."""
-        if self._module is None:
-            self._module = copy.deepcopy(self._draft.module).to(self._trainer.ranks.device, self._trainer.dtype)
-        self._module.load_state_dict(weights)
+        self._draft.module.load_state_dict(weights)
         loss, accuracy = self._compute_loss()
         return HeldOutScores(loss, accuracy, self._replay_chain(), len(self._rows))
 
@@ -69,7 +64,7 @@ class HeldOutAnswers:
             pack = objective.build_pack(rows, PackIndex(0, index, 0), pinned=False).to(device)
             counts = torch.tensor(pack.supervised_per_step, device=device)
             found = self._trainer.training_step.compute_loss(
-                self._module, pack, *self._trainer.training_step.tables, objective, counts
+                self._draft.module, pack, *self._trainer.training_step.tables, objective, counts
             )
             totals += torch.stack(
                 [found.loss_per_step.detach().double(), found.argmax_matches.sum(1).double(), counts.double()]
@@ -81,11 +76,9 @@ class HeldOutAnswers:
     @torch.inference_mode()
     def _replay_chain(self) -> float | None:
         """Return tau of a chain of three drafts, of fewer where a block has fewer; None of a family that is not replayed."""
-        family = self._draft.family
-        if not family.is_replayed:
+        if not self._draft.family.is_replayed:
             return None
-        draft = LoadedDraft(family, self._module, self._draft.config, self._draft.feature_layers)
-        replayed = build_replay(draft, *self._trainer.training_step.tables, self._target, "sglang")
+        replayed = build_replay(self._draft, *self._trainer.training_step.tables, self._target, "sglang")
         steps = min(CHAIN_STEPS, replayed.most_steps or CHAIN_STEPS)
         trees = [TreeShape(steps, 1, steps + 1)]
         capacity = replayed.compute_capacity(trees, REPLAY_MEMORY)
