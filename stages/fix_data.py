@@ -101,11 +101,9 @@ def _fix(params: Params) -> None:
 
 def judge_chunks(params: FixData, hub_records: dict[str, HubRecord]) -> Iterator[JudgedChunk]:
     """Yield the verdicts of each chunk, in order: a single chunk is judged in this process, several in a process pool."""
-    eval_path, raw = params.eval_path(), Path(params.raw)
-    eval_source = eval_path.relative_to(raw if raw.is_dir() else raw.parent).as_posix() if eval_path else None
-    chunks = readers.read_all_chunks(raw, eval_source, hub_records, params.choose_columns)
+    chunks = readers.read_all_chunks(Path(params.raw), hub_records, params.is_eval_source, params.choose_columns)
     start = list(islice(chunks, 2))
-    jobs = ((c, params, WAITING_FOLDER / f"{n:06}.arrow", eval_source) for n, c in enumerate(chain(start, chunks)))
+    jobs = ((c, params, WAITING_FOLDER / f"{n:06}.arrow") for n, c in enumerate(chain(start, chunks)))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(MAX_PROCESSES, cores)
     if len(start) < 2 or workers < 2:
@@ -284,8 +282,8 @@ def check_split(
     name = "train" if split[SplitFate.EVAL] else "eval"
     if params.eval_file is not None:
         raise ValueError(
-            f"fix_data.eval_file {params.eval_file} (eval_rows {params.eval_rows}) leaves the {name} split of {rows} rows "
-            f"empty ({reasons}); change eval_rows, or give more rows"
+            f"fix_data.eval_file {', '.join(params.eval_names)} (eval_rows {params.eval_rows}) leaves the {name} split of "
+            f"{rows} rows empty ({reasons}); change eval_rows, or give more rows"
         )
     change = "lower" if name == "train" else "raise"
     raise ValueError(

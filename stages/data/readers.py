@@ -457,17 +457,17 @@ def _join_batches(batches: Iterable[Any]) -> Iterator[pl.DataFrame]:
 
 def read_all_chunks(
     path: Path,
-    first: str | None,
     hub_records: dict[str, HubRecord],
+    is_first: Callable[[str], bool] = lambda source: False,
     choose_columns: Callable[[Path], dict[str, str] | None] = lambda file: None,
 ) -> Iterator[RawChunk]:
-    """Yield the chunks of every file of `path`, starting with the file named `first`.
+    """Yield the chunks of every file of `path`, starting with those whose source `is_first`.
 
     `choose_columns` returns the column map of a file, as `read_chunks` takes it.
     """
     files = list_files(path)
     names = {file: name_source(file, path) for file in files}
-    files.sort(key=lambda file: names[file] != first)  # stable: the others stay in order
+    files.sort(key=lambda file: not is_first(names[file]))  # stable: the others stay in order
     batches = find_batches(files)
     return itertools.chain.from_iterable(
         batches.join(file, read_chunks(file, names[file], hub_records, choose_columns(file))) for file in files

@@ -2,7 +2,7 @@
 
 import re
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -66,6 +66,22 @@ def check_table_path(path: str) -> str:
 TableFilePath = Annotated[Text, AfterValidator(check_table_path)]
 
 
+def _check_eval_form(given: Any) -> Any:
+    """Return the value of `eval_file`. Raises ValueError unless it is a text or a list of texts."""
+    names = given if isinstance(given, list) else [given]
+    if given is not None and not (names and all(isinstance(name, str) and name for name in names)):
+        raise ValueError(f"expected a path in raw, a pattern of paths or a list of those, found {given!r}; correct it")
+    return given
+
+
+def fits_file(name: str, source: str) -> bool:
+    """Return whether `name` is the path of a file, of a folder that holds it, or a pattern of its path."""
+    return source == name or source.startswith(f"{name}/") or fnmatchcase(source, name)
+
+
+EvalFiles = Text | list[Text]
+
+
 class FixData(Section):
     raw: Text  # a file or a folder of them: JSONL, JSON, CSV, Parquet, NAME.hub.yaml (docs/data.md)
     # auto detects each row's format by its keys; or sharegpt, ultrachat, messages, prompt_answer
@@ -88,9 +104,10 @@ class FixData(Section):
     max_dropped_share: Annotated[float, Field(ge=0, lt=1)] | None = 0.5
     # 0.8 drops conversations that share 80% of their 5-character shingles; null: exact ones only
     near_duplicate_threshold: Annotated[float, Field(ge=0.5, le=1)] | None = None
-    # a file in the folder `raw` (or `raw` itself) as the eval split; null: split by eval_share
-    eval_file: Text | None = None
-    # number of first rows of eval_file that are the eval split, the others train; null: all
+    # the eval split: a file in the folder `raw` (or `raw` itself), a folder in it, a pattern of such paths, or a list
+    # of those; each file has its own tau. null: split by eval_share
+    eval_file: Annotated[EvalFiles | None, BeforeValidator(_check_eval_form)] = None
+    # number of first rows of each such file that are the eval split, the others train; null: all
     eval_rows: Count | None = None
     # share of rows in the eval split, chosen by a hash of their content: new rows move no other
     eval_share: Share = 0.15
@@ -114,12 +131,15 @@ class FixData(Section):
             )
         return self
 
-    def eval_path(self) -> Path | None:
-        """Return the path of eval_file: in the folder `raw`, or `raw` itself; None if the split is by hash."""
-        if self.eval_file is None:
-            return None
-        raw = Path(self.raw)
-        return raw / self.eval_file if raw.is_dir() else raw.with_name(self.eval_file)
+    @property
+    def eval_names(self) -> list[str]:
+        """Return the paths of eval_file, and patterns of paths, as seen from `raw`; none if the split is by hash."""
+        given = [self.eval_file] if isinstance(self.eval_file, str) else self.eval_file or []
+        return [PurePosixPath(name).as_posix() for name in given]
+
+    def is_eval_source(self, source: str) -> bool:
+        """Return whether a raw file, by its path as seen from `raw`, is one of eval_file."""
+        return any(fits_file(name, source) for name in self.eval_names)
 
     def image_roots(self) -> list[Path]:
         """Return the folders, beside a file's own, that images may be read from: that of all data, and those named."""

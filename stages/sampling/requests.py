@@ -104,11 +104,12 @@ class RequestSelection:
         return sum(source.not_asked for source in self.sources.values())
 
 
-def select_requests(path: Path, max_requests: int | None) -> RequestSelection:
+def select_requests(path: Path, max_requests: int | None, is_even: bool = False) -> RequestSelection:
     """Select at most `max_requests` requests of a FIXED_SCHEMA file by whole conversations; None: all.
 
     Conversations are taken in the order of their content's hash; the last one may be cut after its first answers. So the
-    selection depends neither on the order of files nor on a row's position.
+    selection depends neither on the order of files nor on a row's position. With `is_even`, every source file gives as many
+    requests as any other while it has some, so that none is left out or judged by a few answers.
     """
     is_answer = pl.element().struct.field("role") == "assistant"
     count = pl.col("messages").list.eval(is_answer).list.sum().fill_null(0).cast(pl.Int32)
@@ -123,6 +124,9 @@ def select_requests(path: Path, max_requests: int | None) -> RequestSelection:
     available = selected = rows["available"].to_numpy()
     if max_requests is not None:
         order = np.argsort(rows["digest"].to_numpy(), kind="stable")
+        if is_even:
+            of_source = rows[order].select(pl.col("available").cum_sum().over("source")).to_series().to_numpy()
+            order = order[np.argsort(of_source - available[order], kind="stable")]
         before = np.cumsum(available[order]) - available[order]
         selected = np.zeros_like(available)
         selected[order] = np.clip(max_requests - before, 0, available[order])

@@ -41,7 +41,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 def rows_of(path: Path, first: str | None = None) -> list[tuple[str, int, dict[str, Any]]]:
     return [
         (c.source, index, row)
-        for c in readers.read_all_chunks(path, first, {})
+        for c in readers.read_all_chunks(path, {}, lambda source: source == first)
         for index, row in readers.parse_chunk(c)
     ]
 
@@ -69,7 +69,7 @@ def test_an_array_on_one_line_is_never_whole_in_memory(tmp_path: Path, packed: s
     most = before
     try:
         chunks = 0
-        for chunk in readers.read_all_chunks(path, None, {}):
+        for chunk in readers.read_all_chunks(path, {}):
             chunks += len(chunk.rows)
             most = max(most, psutil.Process().memory_info().rss)
         _, peak = tracemalloc.get_traced_memory()
@@ -141,7 +141,7 @@ def test_a_dataset_goes_through_datasets(tmp_path: Path, offline_cache: Path) ->
     (folder / "test.jsonl").write_bytes(LINES[: LINES.index(b"\n") + 1])
     path = pin(tmp_path / "talk.hub.yaml", dataset=str(folder))
     hub_records: dict[str, Any] = {}
-    found = [row for c in readers.read_all_chunks(path, None, hub_records) for row in readers.parse_chunk(c)]
+    found = [row for c in readers.read_all_chunks(path, hub_records) for row in readers.parse_chunk(c)]
     assert found == list(enumerate(ROWS))
     assert asdict(hub_records["talk.hub.yaml"]) == {
         "dataset": str(folder), "name": None, "split": "train", "revision": None, "commit": None, "rows": 50,

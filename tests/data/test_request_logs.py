@@ -89,7 +89,7 @@ def test_a_batchs_output_is_joined_with_its_input(tmp_path: Path) -> None:
     for name, rows in (("in.jsonl", inputs), ("out.jsonl", outputs)):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     found, dropped = {}, []
-    for chunk in readers.read_all_chunks(tmp_path, None, {}):
+    for chunk in readers.read_all_chunks(tmp_path, {}):
         for _, row in readers.parse_chunk(chunk):
             assert row is not None
             try:
@@ -105,7 +105,7 @@ def test_a_batchs_output_is_joined_with_its_input(tmp_path: Path) -> None:
 
 def test_a_text_file_has_a_question_a_line_and_is_no_data_beside_data(tmp_path: Path) -> None:
     (tmp_path / "questions.txt").write_text("Name a river.\n\nName a lake.\n")
-    (chunk,) = readers.read_all_chunks(tmp_path, None, {})
+    (chunk,) = readers.read_all_chunks(tmp_path, {})
     assert [(n, row) for n, row in readers.parse_chunk(chunk)] == [
         (0, {"prompt": "Name a river."}),
         (2, {"prompt": "Name a lake."}),
