@@ -382,7 +382,9 @@ def _judge_groups(
         per_tau = line.chosen.speedup / tree.tau if is_replayed and not line.conditions.temperature else None
 
     def judge(row: GroupTau) -> GroupLine:
-        ends = (None if tau is None or per_tau is None else tau * per_tau for tau in (row.tau, row.tau_low, row.tau_high))
+        ends = (
+            None if tau is None or per_tau is None else tau * per_tau for tau in (row.tau, row.tau_low, row.tau_high)
+        )
         return GroupLine(tree.checkpoint, row, *ends)
 
     judged = [judge(row) for row in rows if numbers[row.by] > 1]

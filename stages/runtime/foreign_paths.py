@@ -29,7 +29,7 @@ def resolve_file(path: Path, roots: Sequence[Path]) -> Path:
     """Return the real path of a regular file in one of the folders `roots`. Raises ForeignPathError for any other path."""
     try:
         real = path.resolve(strict=True)
-        if not any(real.is_relative_to(root.resolve()) for root in roots) and not STORED.search(real.as_posix()):
+        if not is_inside(real, roots) and not STORED.search(real.as_posix()):
             raise ForeignPathError("is outside of its folder", is_outside=True)
         if not stat.S_ISREG(real.stat().st_mode):
             raise ForeignPathError("is no file here")
@@ -38,6 +38,11 @@ def resolve_file(path: Path, roots: Sequence[Path]) -> Path:
     except (OSError, RuntimeError) as error:  # no permission, a disk error, too long a name, a circle of links
         raise ForeignPathError(f"can't be read ({getattr(error, 'strerror', None) or error})") from None
     return real
+
+
+def is_inside(path: Path, roots: Sequence[Path]) -> bool:
+    """Return whether a file or folder, links followed, is in one of the folders `roots`, or one of these."""
+    return any(path.resolve().is_relative_to(root.resolve()) for root in roots)
 
 
 def open_file(path: Path, roots: Sequence[Path]) -> BinaryIO:

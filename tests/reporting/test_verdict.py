@@ -95,9 +95,16 @@ def test_a_mean_hides_no_source_or_context_that_loses_or_pays() -> None:
 
 def test_tau_of_each_eval_file_is_shown_without_timings() -> None:
     """Bug: tau by source was shown of a tree that was timed alone, though every replay has it."""
-    trees = [replayed_chain(0.7), replayed_chain(0.7).model_copy(update={"num_steps": 6, "num_draft_tokens": 7, "tau": 3.0})]
-    row = GroupTau(by="source", group="b1.jsonl", answers=40, cycles=99, tree="t6_1_7", tau=3.1, tau_low=2.9, tau_high=3.3)
-    other = row.model_copy(update={"group": "bench/b2.jsonl", "answers": 1, "tau": 2.5, "tau_low": None, "tau_high": None})
+    trees = [
+        replayed_chain(0.7),
+        replayed_chain(0.7).model_copy(update={"num_steps": 6, "num_draft_tokens": 7, "tau": 3.0}),
+    ]
+    row = GroupTau(
+        by="source", group="b1.jsonl", answers=40, cycles=99, tree="t6_1_7", tau=3.1, tau_low=2.9, tau_high=3.3
+    )
+    other = row.model_copy(
+        update={"group": "bench/b2.jsonl", "answers": 1, "tau": 2.5, "tau_low": None, "tau_high": None}
+    )
     chain = [one.model_copy(update={"tree": "t3_1_4"}) for one in (row, other)]
     groups = {"e009": [*chain, row, other], "e003": [row]}
     found = give(replays={"e009": trees, "e003": [replayed_chain(0.5)]}, groups=groups)

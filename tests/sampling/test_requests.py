@@ -21,10 +21,12 @@ def row(name: str, turns: str, **changes: Any) -> dict[str, Any]:
     return {"id": name, "messages": messages, "source": "x", "source_row": 0, "verdict": "clean", **empty, **changes}
 
 
-def read_all(tmp_path: Path, rows: list[dict[str, Any]], most: int | None = None, **how: Any) -> list[list[requests.TargetRequest]]:
+def read_all(
+    tmp_path: Path, rows: list[dict[str, Any]], most: int | None = None, **how: Any
+) -> list[list[requests.TargetRequest]]:
     path = tmp_path / "train.parquet"
     conversations.write_table(path, pl.DataFrame(rows, schema=conversations.FIXED_SCHEMA), conversations.FIXED_SCHEMA)
-    return list(requests.read_requests(path, requests.select_requests(path, most, **how)))
+    return list(requests.read_requests(path, requests.select_requests(path, most, is_even)))
 
 
 def names_of(found: list[list[requests.TargetRequest]]) -> set[str]:
