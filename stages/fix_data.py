@@ -95,6 +95,10 @@ def _fix(params: Params) -> None:
         f"fix_data: {report['rows_in']} rows = {report['clean']} clean + {report['repaired']} repaired + "
         f"{report['dropped']} dropped; {report['train']} to train, {report['eval']} to eval"
     )
+    if report["dropped"]:
+        reasons = sorted(report["dropped_reasons"].items(), key=lambda item: -item[1])
+        named = (f"{reason} {count:,} (first {report['dropped_first'][reason]})" for reason, count in reasons)
+        print(f"dropped: {list_first(named, MAX_LISTED_FILES)}; docs/data.md says what each reason means")
     if report["unread_keys"]:
         print(f"keys of rows that are not read: {row_cleaning.describe_unread(Counter(report['unread_keys']))}")
 

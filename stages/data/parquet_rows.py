@@ -35,10 +35,8 @@ def read_tables(path: Path, most_bytes: int, chunk_bytes: int, chunk_rows: int) 
         metadata.row_group(g).column(c) for g in range(metadata.num_row_groups) for c in range(metadata.num_columns)
     ]
     stored = sum(column.total_uncompressed_size for column in columns)
-    if (
-        stored > MAX_ROW_BYTES * metadata.num_rows
-        or max(stored, VALUE_BYTES * max(metadata.num_rows, sum(column.num_values for column in columns))) > most_bytes
-    ):
+    values = max(metadata.num_rows, sum(column.num_values for column in columns))
+    if stored > MAX_ROW_BYTES * metadata.num_rows or max(stored, VALUE_BYTES * values) > most_bytes:
         raise ParquetSizeError
     read_rows = max(1, min(chunk_rows, chunk_bytes * metadata.num_rows // max(stored, 1)))  # a row may contain an image
     texts = _find_long_dictionaries(path, metadata, most_bytes - stored)

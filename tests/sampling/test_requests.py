@@ -22,7 +22,7 @@ def row(name: str, turns: str, **changes: Any) -> dict[str, Any]:
 
 
 def read_all(
-    tmp_path: Path, rows: list[dict[str, Any]], most: int | None = None, **how: Any
+    tmp_path: Path, rows: list[dict[str, Any]], most: int | None = None, is_even: bool = False
 ) -> list[list[requests.TargetRequest]]:
     path = tmp_path / "train.parquet"
     conversations.write_table(path, pl.DataFrame(rows, schema=conversations.FIXED_SCHEMA), conversations.FIXED_SCHEMA)
