@@ -90,7 +90,7 @@ class BrokenLines:
         return f", or write a copy without: sed '{script}' {shlex.quote(path)} > {copy}, and put that in its place"
 
 
-def describe_numbers(numbers: Sequence[int], total: int, what: str) -> str:
+def describe_numbers(numbers: Sequence[int | str], total: int, what: str) -> str:
     """Return `3 of 40 lines are broken: 5, 36, 37`, the first few numbers of many."""
     return f"{len(numbers):,} of {total:,} {what}: {list_first(numbers, SHOWN_LINES)}"
 

@@ -146,7 +146,9 @@ def _list_chunks(value: Any) -> list[dict[str, Any]] | None:
 
 def _is_chunk(value: dict[str, Any]) -> bool:
     choices = value.get("choices")
-    is_delta = isinstance(choices, list) and any(isinstance(one, dict) and {"delta", "text"} & one.keys() for one in choices)
+    is_delta = isinstance(choices, list) and any(
+        isinstance(one, dict) and {"delta", "text"} & one.keys() for one in choices
+    )
     kind = str(value.get("object", "")).endswith(".chunk") or str(value.get("type", "")).endswith(("_delta", ".delta"))
     return is_delta or kind or ("done" in value and "message" in value)
 

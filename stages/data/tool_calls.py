@@ -27,7 +27,7 @@ def parse_tools(text: str | None) -> list[dict[str, Any]] | None:
     found = []
     for tool in given if isinstance(given, list) else [] if given is None else [given]:
         function = _get_function(tool, "a tool")
-        first = {key: function[key] for key in ("name", "description", "parameters") if key in function}
+        first: dict[str, Any] = {key: function[key] for key in ("name", "description", "parameters") if key in function}
         found.append({"type": "function", "function": {**first, **function}})
     return found or None
 

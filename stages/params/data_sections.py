@@ -12,6 +12,7 @@ from stages.params.server_urls import ServerUrls
 
 TABLES_FOLDER = Path("data/tables")  # schemas of structured answers
 PROMPT_SETS_FOLDER = Path("data/prompt_sets")
+FILE_PATTERN = re.compile(r"\.(jsonl?|ndjson|csv|tsv|tab|txt|parquet)(\.(gz|bz2|xz|zst))?$")
 DATASET_ID_PATTERN = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of a dataset on the Hub
 COLUMN_ROLES = ("prompt", "input", "answer", "messages", "system", "id", "images", "tools")  # of a map of columns
 OWN_PROMPTS = {"eval", "random", "written"}  # names that prepare_prompts.sets must not use
@@ -266,34 +267,39 @@ class SampleTarget(Section):
 
 
 class PromptSet(Section):
-    """A public prompt set: a file in data/prompt_sets/, or a Hugging Face dataset's id."""
+    """Prompts of a workload: what fix_data.raw may be, or the id of a Hugging Face dataset, which has a split."""
 
     from_: Annotated[Text, Field(alias="from")]
     name: Text | None = None  # of the dataset's configuration; null: it has only one
     split: Text | None = None
     revision: Text | None = None  # a commit
-    format: Literal["mt_bench", "gsm8k", "humaneval", "alpaca", "math500"]
+    # of a published set, with its instruction and its references; null: questions, turns or conversations
+    format: Literal["mt_bench", "gsm8k", "humaneval", "alpaca", "math500"] | None = None
+    columns: ColumnNames | None = None  # as fix_data.columns, {prompt: Frage}; null: by known names
 
     @model_validator(mode="after")
-    def is_file_or_dataset(self) -> "PromptSet":
-        if self.is_file and (self.name or self.revision or self.split):
+    def is_path_or_dataset(self) -> "PromptSet":
+        is_id = re.fullmatch(DATASET_ID_PATTERN, self.from_) and not FILE_PATTERN.search(self.from_)
+        if self.is_local and (self.name or self.revision):
             raise ValueError(
-                f"from is the file {self.from_}, expected name, split and revision to be null: they belong to a dataset's id"
+                f"from is the path {self.from_}, expected name and revision to be null: a dataset's id has them"
             )
-        parts = Path(self.from_).parts
-        tracked = parts[:2] == PROMPT_SETS_FOLDER.parts and ".." not in parts
-        if not tracked and (self.is_file or not re.fullmatch(DATASET_ID_PATTERN, self.from_)):
+        if self.is_local and is_id and not Path(self.from_).exists():
             raise ValueError(
-                f"from is {self.from_}, expected a file or folder in {PROMPT_SETS_FOLDER}/, which DVC tracks, or a dataset's id "
-                "(owner/name); put it there"
+                f"from is {self.from_}, which is no path here; expected split to say which part of the dataset"
             )
-        if not self.is_file and self.split is None:
-            raise ValueError(f"from is the dataset {self.from_}, expected split to say which part of it (test, train)")
+        if not self.is_local and not is_id:
+            raise ValueError(
+                f"from is {self.from_}, expected split to be null: only the id of a dataset (owner/name) has one"
+            )
+        if self.columns and self.format:
+            raise ValueError(f"format is {self.format}, expected null while columns names the columns")
         return self
 
     @property
-    def is_file(self) -> bool:
-        return re.search(r"\.(jsonl?(\.(gz|bz2|xz|zst))?|parquet)$", self.from_) is not None
+    def is_local(self) -> bool:
+        """Return whether it is a file or folder: a dataset's id comes with a split."""
+        return self.split is None
 
     @property
     def can_be_graded(self) -> bool:
@@ -305,7 +311,7 @@ SHIPPED_SETS = ("mt_bench", "gsm8k", "humaneval", "alpaca", "math500")  # sample
 
 
 class PreparePrompts(Section):
-    # from: a file in data/prompt_sets/ (it has samples), or a Hugging Face dataset's id: docs/workloads.md
+    # from: a path, as fix_data.raw (data/prompt_sets/ has samples), or a Hugging Face dataset's id: docs/workloads.md
     sets: dict[Name, PromptSet] = Field(
         default_factory=lambda: {
             name: PromptSet.model_validate({"from": str(PROMPT_SETS_FOLDER / f"{name}.jsonl"), "format": name})
