@@ -148,10 +148,8 @@ def test_a_set_without_a_format_is_what_the_data_may_be() -> None:
     assert [p.turns for p in prompt_sets.read_prompt_set("own/a.txt")] == asked
     Path("own/b.csv").write_text("nr,Frage\n1,Wo?\n2,Wann?\n")
     columns = {"prompt": "Frage", "id": "nr"}
-    assert [(p.id, p.turns) for p in prompt_sets.read_prompt_set("own/b.csv", columns=columns)] == [
-        ("1", ["Wo?"]),
-        ("2", ["Wann?"]),
-    ]
+    named = prompt_sets.read_prompt_set("own/b.csv", columns=columns)
+    assert [(p.id, p.turns) for p in named] == [("1", ["Wo?"]), ("2", ["Wann?"])]
     with pytest.raises(ValueError, match=r"b\.csv: expected columns of a known format .* of the prompt set"):
         prompt_sets.read_prompt_set("own/b.csv")
     Path("own/b.csv").write_text("question\nWo?\n")
