@@ -117,6 +117,7 @@ def read_response(value: Any) -> list[Any] | None:
 
 # --- streams
 
+OTHER_NAMES = {"reasoning_content": ("reasoning", "thinking")}
 STREAM_FIELDS = ("data:", "event:", "id:", "retry:", ":")  # of server-sent events
 
 
@@ -145,10 +146,7 @@ def _list_chunks(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _is_chunk(value: dict[str, Any]) -> bool:
-    choices = value.get("choices")
-    is_delta = isinstance(choices, list) and any(
-        isinstance(one, dict) and {"delta", "text"} & one.keys() for one in choices
-    )
+    is_delta = any({"delta", "text"} & one.keys() for one in _list_objects(value.get("choices")))
     kind = str(value.get("object", "")).endswith(".chunk") or str(value.get("type", "")).endswith(("_delta", ".delta"))
     return is_delta or kind or ("done" in value and "message" in value)
 
@@ -159,34 +157,31 @@ def _join_chunks(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     An error among the chunks is returned in place of a cut answer.
     """
     texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
-    calls: dict[Any, dict[str, Any]] = {}
+    calls: dict[str, dict[str, Any]] = {}
     for chunk in chunks:
         if chunk.get("error"):
             return {"error": chunk["error"]}
-        choices = [one for one in chunk.get("choices") or [] if isinstance(one, dict) and not one.get("index")]
+        choices = [one for one in _list_objects(chunk.get("choices")) if not one.get("index")]
         deltas = [one.get("delta", one.get("message", {"content": one.get("text")})) for one in choices]
         if isinstance(chunk.get("message"), dict) and "done" in chunk:
             deltas = [chunk["message"]]
         elif str(chunk.get("type")).endswith("output_text.delta"):
             deltas = [{"content": chunk.get("delta")}]
         elif isinstance(block := chunk.get("content_block"), dict) and block.get("type") == "tool_use":
-            deltas = [
-                {
-                    "tool_calls": [
-                        {"index": chunk.get("index"), "id": block.get("id"), "function": {"name": block.get("name")}}
-                    ]
-                }
-            ]
+            named = {"index": chunk.get("index"), "id": block.get("id"), "function": {"name": block.get("name")}}
+            deltas = [{"tool_calls": [named]}]
         elif isinstance(delta := chunk.get("delta"), dict):
             part = {"index": chunk.get("index"), "function": {"arguments": delta.get("partial_json")}}
             more = {"tool_calls": [part]} if "partial_json" in delta else {}
             deltas = [{"content": delta.get("text"), "reasoning_content": delta.get("thinking"), **more}]
-        for delta in (one for one in deltas if isinstance(one, dict)):
+        for delta in _list_objects(deltas):
             for key, parts in texts.items():
                 parts += [text for name in (key, *OTHER_NAMES.get(key, ())) if isinstance(text := delta.get(name), str)]
-            for call in (one for one in delta.get("tool_calls") or [] if isinstance(one, dict)):
-                found = calls.setdefault(call.get("index", len(calls)), {"name": None, "arguments": "", "id": None})
-                function = call.get("function") or {}
+            for call in _list_objects(delta.get("tool_calls")):
+                found = calls.setdefault(
+                    str(call.get("index", len(calls))), {"name": None, "arguments": "", "id": None}
+                )
+                function = given if isinstance(given := call.get("function"), dict) else {}
                 found["id"], found["name"] = call.get("id") or found["id"], function.get("name") or found["name"]
                 if arguments := function.get("arguments"):
                     found["arguments"] += arguments if isinstance(arguments, str) else json.dumps(arguments)
@@ -194,7 +189,8 @@ def _join_chunks(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return {"content": "", **joined, **({"tool_calls": list(calls.values())} if calls else {})}
 
 
-OTHER_NAMES = {"reasoning_content": ("reasoning", "thinking")}
+def _list_objects(value: Any) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 # --- OpenAI's batches --------------------------------------------------------------------------------------------------
