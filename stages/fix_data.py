@@ -92,8 +92,8 @@ def _fix(params: Params) -> None:
         counts = (f"{name} {one['kept']:,} of {one['rows']:,}" for name, one in report["files"].items())
         print(f"fix_data: rows kept of each file: {list_first(counts, MAX_LISTED_FILES)}")
     reasons = sorted(report["dropped_reasons"].items(), key=lambda item: -item[1])
-    named = (f"{reason} {count:,}, first {report['dropped_first'][reason]}" for reason, count in reasons)
-    why = f" ({list_first(named, MAX_LISTED_FILES)})" if reasons else ""
+    named = (f"{reason} {count:,} (first {report['dropped_first'][reason]})" for reason, count in reasons)
+    why = f": {list_first(named, MAX_LISTED_FILES)}" if reasons else ""
     print(
         f"fix_data: {report['rows_in']} rows = {report['clean']} clean + {report['repaired']} repaired + "
         f"{report['dropped']} dropped{why}; {report['train']} to train, {report['eval']} to eval"
