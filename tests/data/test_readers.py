@@ -34,6 +34,9 @@ def zstd(data: bytes) -> bytes:
     return pa.compress(data, codec="zstd", asbytes=True)
 
 
+WRITTEN = pa.BufferOutputStream()
+pq.write_table(pa.table({"prompt": ["Nile"]}), WRITTEN, compression="none")
+PARQUET = WRITTEN.getvalue().to_pybytes()
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd,
 }  # fmt: skip
@@ -102,7 +105,13 @@ def test_another_kind_of_file_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "data"),
     [(f"a.jsonl{packed}", pack(LINES)[:-40]) for packed, pack in PACKERS.items() if packed]
-    + [("a.parquet", b"PAR1 and no more"), ("a.jsonl.gz", LINES), ("a.jsonl.xz", LINES), ("a.jsonl.bz2", LINES)],
+    + [
+        ("a.parquet", b"PAR1 and no more"),
+        ("a.parquet", PARQUET.replace(b"Nile", b"N\xffle")),
+        ("a.jsonl.gz", LINES),
+        ("a.jsonl.xz", LINES),
+        ("a.jsonl.bz2", LINES),
+    ],
 )
 def test_a_truncated_or_misnamed_file_is_named(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
