@@ -40,7 +40,7 @@ def fetch_recipe(name: str) -> Iterator[str]:
         yield fetch_file(Path(path), source)
     used_sets = {workload.prompts for workload in params.benchmark.workloads.values()}
     for key, prompt_set in sorted(params.prepare_prompts.sets.items()):
-        if key in used_sets and not prompt_set.is_file:
+        if key in used_sets and not prompt_set.is_local:
             yield fetch_dataset(prompt_set)
     if missing := [f"{path} ({key})" for key, path in preflight.list_files(params).items() if not Path(path).exists()]:
         raise ValueError(f"the recipe knows no source of {', '.join(missing)}; put it there")

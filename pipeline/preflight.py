@@ -60,7 +60,7 @@ def list_files(params: Params) -> dict[str, str]:
     files = {"fix_data.raw": params.fix_data.raw}
     if params.fix_data.tables:
         files["fix_data.tables"] = params.fix_data.tables
-    return files | {key: source.from_ for key, source in _list_sets(params).items() if source.is_file}
+    return files | {key: source.from_ for key, source in _list_sets(params).items() if source.is_local}
 
 
 def check_files(params: Params, known: Collection[str] = (), fetch: str = "") -> Iterator[Finding]:
@@ -77,7 +77,7 @@ def check_files(params: Params, known: Collection[str] = (), fetch: str = "") ->
 def check_datasets(params: Params, fetch: str) -> Iterator[Finding]:
     """Yield a finding for each prompt set of the Hub: read late in a run, they must be in the cache before it."""
     for key, source in _list_sets(params).items():
-        if not source.is_file:
+        if not source.is_local:
             is_here = is_cached(source.from_)
             found = f"dataset {source.from_}{'' if is_here else ' is not in the cache of the Hub'}"
             yield Finding(key, found, is_here, "" if is_here else fetch)

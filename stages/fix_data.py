@@ -91,9 +91,12 @@ def _fix(params: Params) -> None:
     if len(report["files"]) > 1:
         counts = (f"{name} {one['kept']:,} of {one['rows']:,}" for name, one in report["files"].items())
         print(f"fix_data: rows kept of each file: {list_first(counts, MAX_LISTED_FILES)}")
+    reasons = sorted(report["dropped_reasons"].items(), key=lambda item: -item[1])
+    named = (f"{reason} {count:,} (first {report['dropped_first'][reason]})" for reason, count in reasons)
+    why = f": {list_first(named, MAX_LISTED_FILES)}" if reasons else ""
     print(
         f"fix_data: {report['rows_in']} rows = {report['clean']} clean + {report['repaired']} repaired + "
-        f"{report['dropped']} dropped; {report['train']} to train, {report['eval']} to eval"
+        f"{report['dropped']} dropped{why}; {report['train']} to train, {report['eval']} to eval"
     )
     if report["unread_keys"]:
         print(f"keys of rows that are not read: {row_cleaning.describe_unread(Counter(report['unread_keys']))}")
@@ -101,11 +104,9 @@ def _fix(params: Params) -> None:
 
 def judge_chunks(params: FixData, hub_records: dict[str, HubRecord]) -> Iterator[JudgedChunk]:
     """Yield the verdicts of each chunk, in order: a single chunk is judged in this process, several in a process pool."""
-    eval_path, raw = params.eval_path(), Path(params.raw)
-    eval_source = eval_path.relative_to(raw if raw.is_dir() else raw.parent).as_posix() if eval_path else None
-    chunks = readers.read_all_chunks(raw, eval_source, hub_records, params.choose_columns)
+    chunks = readers.read_all_chunks(Path(params.raw), hub_records, params.is_eval_source, params.choose_columns)
     start = list(islice(chunks, 2))
-    jobs = ((c, params, WAITING_FOLDER / f"{n:06}.arrow", eval_source) for n, c in enumerate(chain(start, chunks)))
+    jobs = ((c, params, WAITING_FOLDER / f"{n:06}.arrow") for n, c in enumerate(chain(start, chunks)))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(MAX_PROCESSES, cores)
     if len(start) < 2 or workers < 2:
@@ -284,8 +285,8 @@ def check_split(
     name = "train" if split[SplitFate.EVAL] else "eval"
     if params.eval_file is not None:
         raise ValueError(
-            f"fix_data.eval_file {params.eval_file} (eval_rows {params.eval_rows}) leaves the {name} split of {rows} rows "
-            f"empty ({reasons}); change eval_rows, or give more rows"
+            f"fix_data.eval_file {', '.join(params.eval_names)} (eval_rows {params.eval_rows}) leaves the {name} split of "
+            f"{rows} rows empty ({reasons}); change eval_rows, or give more rows"
         )
     change = "lower" if name == "train" else "raise"
     raise ValueError(

@@ -53,7 +53,7 @@ def main(workload: str) -> None:
         else:
             source = params.prepare_prompts.sets[settings.prompts]
             problems = prompt_sets.read_prompt_set(
-                source.from_, source.name, source.split, source.revision, source.format
+                source.from_, source.name, source.split, source.revision, source.format, source.columns
             )
         measured, warmup = _encode_problems(params, workload, settings, target, problems)
     _check_prompts_fit(workload, [*measured, *warmup], target.max_position_embeddings)
@@ -111,7 +111,8 @@ def _encode_problems(
 
     def build_row(problem: PromptProblem) -> WorkloadPrompt:
         first, *rest = problem.turns
-        messages = [{"role": "user", "content": first}]
+        messages = [{"role": "system", "content": problem.system}] if problem.system else []
+        messages.append({"role": "user", "content": first})
         ids = chat_template.encode_prompt(tokenizer, messages, params.sample_target.thinking)
         later = rest if rest and settings.turns == "all" else None
         return WorkloadPrompt(problem.id, ids, messages=messages, later=later, reference=problem.reference)

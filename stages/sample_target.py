@@ -118,7 +118,7 @@ def _plan_splits(p: schema.Params, scratch_folder: Path, stack: contextlib.ExitS
         ("eval_t", "eval", s.eval_rows if s.eval_temperature else 0, [(s.eval_temperature, 1.0)]),
     ]:
         path = FIXED_FOLDER / f"{source}.parquet"
-        choice = requests.select_requests(path, max_rows)
+        choice = requests.select_requests(path, max_rows, is_even=source == "eval" and p.fix_data.eval_file is not None)
         shards = stack.enter_context(
             ParquetShardWriter(scratch_folder / name, choice.num_requests, s.shard_size, conversations.SAMPLED_SCHEMA)
         )

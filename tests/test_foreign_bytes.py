@@ -79,7 +79,7 @@ def raw_rows(folder: Path, name: str, compress: Callable[[bytes], bytes] = bytes
         path.write_bytes(compress(text.encode()))
     params = load_params(ROOT / "params.yaml").fix_data.model_copy(update={"answers": "text"})
     judge = row_cleaning.judge_chunk
-    return lambda: [judge(one, params, Path("one.arrow"), None) for one in readers.read_all_chunks(path, None, {})]
+    return lambda: [judge(one, params, Path("one.arrow")) for one in readers.read_all_chunks(path, {})]
 
 
 def copied(folder: Path, file: str, read: Callable[[Path], object]) -> Read:
@@ -151,4 +151,4 @@ def test_a_file_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(readers, "FREE_BYTES", 0)
     (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(b"a" * 10**7))
     with pytest.raises(ValueError, match=r"a\.jsonl\.xz: expected at most 200 times its size when decompressed"):
-        list(readers.read_all_chunks(tmp_path / "a.jsonl.xz", None, {}))
+        list(readers.read_all_chunks(tmp_path / "a.jsonl.xz", {}))

@@ -7,12 +7,12 @@ are not read are counted by name (`list_unread_keys`).
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stages.data import json_lines, request_logs, row_images
+from stages.data import json_lines, request_logs, row_images, tool_calls
 from stages.data.conversations import IMAGE_PLACEHOLDER
 from stages.data.json_lines import describe_value, is_text
 from stages.data.row_images import DroppedRowError, GivenImage, SaveImage
@@ -77,6 +77,7 @@ TRAIN_FLAG = "true or false, 1 or 0: whether the answer is learned; a draft's lo
 ID_OF_CALL = (
     "the id of one of the calls before it; correct it, or leave out all ids where results are in the calls' order"
 )
+TOOL_FORM = "calls and tools with a name, and arguments by name, as OpenAI's; correct them, or leave them out"
 ROLE_OF_TURN = f"under the key role (or from) one of {', '.join(ROLE_NAMES)}; {NO_TURN_MAP}"
 # Types of content parts: OpenAI's of chat completions, and of responses.
 TEXT_PARTS, IMAGE_PARTS = ("text", "input_text", "output_text"), ("image_url", "image", "input_image")
@@ -123,13 +124,17 @@ def detect_format(row: dict[str, Any]) -> str | None:
 def list_unread_keys(row: dict[str, Any], chat_format: str) -> set[str]:
     """Return the keys of a row, and of its turns, that hold something and are not read."""
     turns = _find_turns(row, chat_format) if chat_format in TURN_LIST_KEYS else row.get("history")
+    key, answer = None, None
     if chat_format in TURN_LIST_KEYS:
         read = {next(key for key in TURN_LIST_KEYS[chat_format] if isinstance(row.get(key), list))}
         if turns and isinstance(turns[-1], dict) and not _is_answer(turns[-1]):
-            read |= {_find_answer(row)[0] or ""}
+            key, answer = _find_answer(row)
+            read |= {key or ""}
     else:
         read = {_name_first_key(row, PROMPT_KEYS) or "", _find_answer(row)[0] or "", "history", *PASSAGE_KEYS}
     unread = {str(key) for key, value in row.items() if key not in read | COMMON_KEYS and _holds_something(value)}
+    if key is not None and not answer:  # an error, or null: a question that the target answers
+        unread.add(f"{key} without an answer")
     for turn in turns if isinstance(turns, list) else ():
         if isinstance(turn, dict) and len(turn) > 2:
             known = TURN_KEYS | (
@@ -224,6 +229,7 @@ def parse_conversation(
     conversation = Conversation(messages, trimmed=trimmed)
     if tools := row.get("tools"):
         conversation.tools = _dump_json(tools, "the key tools")
+        _check_tools(conversation.tools, tool_calls.parse_tools, "the key tools")
     if any(turn.calls for turn in parsed):
         conversation.tool_calls = [turn.calls for turn in parsed]
     if any(turn.reasoning for turn in parsed):
@@ -375,6 +381,8 @@ def _parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
     if reasoning is not None and not is_text(reasoning):
         raise DroppedRowError("not_text", *_describe_text(f"the reasoning of {name}", reasoning))
     calls_json = _dump_json(calls, f"the tool_calls of {name}") if calls is not None else None
+    if calls_json is not None:
+        _check_tools(calls_json, tool_calls.parse_calls, name)
     if known == "tool" and (named := {key: turn[key] for key in sorted(TOOL_KEYS) if isinstance(turn.get(key), str)}):
         calls_json = _dump_json(named, f"the call of {name}")
     is_trained = _read_train_flag(turn, name) if known == "assistant" else True
@@ -481,7 +489,8 @@ def _find_answer(row: dict[str, Any]) -> tuple[str | None, list[Any] | None]:
         return next((key for key in ANSWER_KEYS if key in row), None), []
     value = row[given]
     if isinstance(value, str):  # also one that is JSON, as tables have it
-        is_log = given in request_logs.RESPONSE_KEYS and '"choices"' in value
+        is_log = any(isinstance(row.get(key), list) for key in request_logs.TURN_LISTS) or '"choices"' in value
+        is_log = given in request_logs.RESPONSE_KEYS and (is_log or request_logs.is_stream(value))
         return given, request_logs.read_response(value) if is_log else [{"role": "assistant", "content": value}]
     return given, request_logs.read_response(value)
 
@@ -493,6 +502,13 @@ def _name_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
 def _find_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> Any:
     key = _name_first_key(row, keys)
     return None if key is None else row[key]
+
+
+def _check_tools(text: str, parse: Callable[[str], object], name: str) -> None:
+    try:
+        parse(text)
+    except tool_calls.MalformedToolsError as error:
+        raise DroppedRowError("malformed_tools", f"in {name} {error}", TOOL_FORM) from None
 
 
 def _dump_json(value: Any, name: str) -> str:

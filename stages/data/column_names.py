@@ -25,8 +25,8 @@ def check_table_columns(found: Sequence[str], columns: dict[str, str] | None, di
     elif known and chat_formats.detect_format({key: [] for key in found}) is None:
         raise ValueError(
             f"{display_name}: expected columns of a known format ({chat_formats.describe_formats()}), found the columns "
-            f"{list_names(found)}; say which of them is which, as fix_data.columns: {{prompt: COLUMN, answer: COLUMN}} (the "
-            "first line of the file must name the columns; docs/data.md has a map for each file)"
+            f"{list_names(found)}; say which of them is which, as columns: {{prompt: COLUMN, answer: COLUMN}} of fix_data or "
+            "of the prompt set (the first line of the file must name the columns; docs/data.md)"
         )
 
 

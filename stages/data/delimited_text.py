@@ -7,6 +7,7 @@ csv writers do it. Not polars' and pyarrow's readers: neither names the line of 
 import contextlib
 import csv
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -14,9 +15,10 @@ from typing import TextIO
 import polars as pl
 
 from stages.data import json_lines
+from stages.data.json_lines import MAX_ROW_BYTES
 
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t", ".tab": "\t"}  # of .csv the one that splits the header into most columns
-MAX_FIELD_CHARACTERS = 1 << 26  # beyond it a quote is missing, and the field would reach to the end of the file
+MAX_HEADER_CHARACTERS = 1 << 20
 
 
 def read_tables(text: TextIO, path: Path, kind: str, chunk_bytes: int, chunk_rows: int) -> Iterator[pl.DataFrame]:
@@ -27,13 +29,13 @@ def read_tables(text: TextIO, path: Path, kind: str, chunk_bytes: int, chunk_row
     Raises:
         ValueError: naming the file and the line of a header or record that can't be read.
     """
-    csv.field_size_limit(MAX_FIELD_CHARACTERS)
-    header, reader, line_before = _read_header(text, path, kind)
+    csv.field_size_limit(MAX_ROW_BYTES)
+    header, delimiter, line_before = _read_header(text, path, kind)
     schema = dict.fromkeys(header, pl.String)
     rows: list[list[str]] = []
     size = 0
     yield pl.DataFrame(schema=schema)
-    records = _read_records(reader, path, line_before)
+    records = _read_records(_RecordLines(text), delimiter, path, line_before)
     for count, (start, record) in enumerate(records, 1):
         if len(record) != len(header):
             raise ValueError(
@@ -72,11 +74,13 @@ def _advise_fields(is_short: bool) -> str:
     return "quote fields that hold the delimiter, a quote or a line break"
 
 
-def _read_header(text: TextIO, path: Path, kind: str) -> tuple[list[str], Iterator[list[str]], int]:
-    """Return (names of the columns, a reader of the records, number of lines read)."""
-    delimiters, line, lines = DELIMITERS[kind], text.readline(), 1
+def _read_header(text: TextIO, path: Path, kind: str) -> tuple[list[str], str, int]:
+    """Return (names of the columns, the delimiter, number of lines read)."""
+    delimiters, line, lines = DELIMITERS[kind], text.readline(MAX_HEADER_CHARACTERS), 1
     if named := re.fullmatch(r"sep=(.)\s*", line):  # how spreadsheets name the delimiter
-        delimiters, line, lines = named[1], text.readline(), 2
+        delimiters, line, lines = named[1], text.readline(MAX_HEADER_CHARACTERS), 2
+    if len(line) == MAX_HEADER_CHARACTERS:
+        raise ValueError(f"{path}: expected a first line that names the columns, found one of {len(line):,} characters")
     if not line.strip():
         raise ValueError(f"{path}: expected a first line that names the columns, found an empty one; add it")
     try:
@@ -85,15 +89,35 @@ def _read_header(text: TextIO, path: Path, kind: str) -> tuple[list[str], Iterat
         raise ValueError(f"{path}, line {lines}: expected the names of the columns ({error}); fix that line") from None
     header, delimiter = max(fields, key=lambda found: len(found[0]))
     header = [name.strip() for name in header]
-    if repeated := sorted({name for name in header if header.count(name) > 1}):
+    if repeated := sorted(name for name, count in Counter(header).items() if count > 1):
         raise ValueError(f"{path}: expected each column named once, found {repeated[0]!r} twice; rename one")
-    return header, csv.reader(text, delimiter=delimiter, strict=True), lines
+    return header, delimiter, lines
 
 
-def _read_records(reader: "csv._reader", path: Path, line_before: int) -> Iterator[tuple[int, list[str]]]:  # type: ignore[name-defined]
+class _RecordLines:
+    """The lines of a text, until those of one record have too many characters: a quote is missing, or the file is a trap."""
+
+    def __init__(self, text: TextIO) -> None:
+        self._text, self.characters = text, 0
+
+    def __iter__(self) -> "_RecordLines":
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline(MAX_ROW_BYTES)
+        self.characters += len(line)
+        if self.characters >= MAX_ROW_BYTES:
+            raise csv.Error(f"it has more than {MAX_ROW_BYTES:,} characters")
+        if not line:
+            raise StopIteration
+        return line
+
+
+def _read_records(lines: _RecordLines, delimiter: str, path: Path, line_before: int) -> Iterator[tuple[int, list[str]]]:
     """Yield (the line on which a record starts, its fields)."""
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
-        start = line_before + reader.line_num + 1
+        start, lines.characters = line_before + reader.line_num + 1, 0
         try:
             record = next(reader)
         except StopIteration:

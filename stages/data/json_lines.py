@@ -3,11 +3,11 @@
 import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
 
@@ -38,7 +38,9 @@ def is_text_too_deep(text: str) -> bool:
     return max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > MAX_LEVELS
 
 
+MAX_ROW_BYTES = 1 << 26  # of a row of any file: parsed, it may take twenty times as many
 SHOWN_LINES = 5  # broken lines that a message explains or names
+MAX_LINES = 1 << 16  # at once: short ones take more memory than they have bytes
 MAX_REMOVED_LINES = 20  # in the command that writes a copy without them
 CONTROL_BYTE = re.compile(rb"[\x00-\x08\x0e-\x1f]")  # of no text of one byte a character
 
@@ -59,6 +61,7 @@ class BrokenLines:
     total: int  # lines of the file
     undecodable: list[int]  # of these, text of another encoding than UTF-8
     has_utf8: bool  # whether other lines have characters of UTF-8 beyond ASCII
+    has_returns: bool  # whether lines end in a carriage return alone, which sed does not see
 
     @property
     def is_of_other_encoding(self) -> bool:
@@ -79,7 +82,7 @@ class BrokenLines:
 
     def _write_copy(self, path: str) -> str:
         """Return the command that writes a copy without the broken lines; none where they are many, or all."""
-        is_plain = Path(path).suffix in (".jsonl", ".ndjson", ".json")
+        is_plain = Path(path).suffix in (".jsonl", ".ndjson", ".json") and not self.has_returns
         if not is_plain or not 0 < len(self.numbers) <= MAX_REMOVED_LINES or len(self.numbers) == self.total:
             return ", or give another file"
         script = ";".join(f"{number}d" for number in self.numbers)
@@ -87,7 +90,7 @@ class BrokenLines:
         return f", or write a copy without: sed '{script}' {shlex.quote(path)} > {copy}, and put that in its place"
 
 
-def describe_numbers(numbers: Sequence[int], total: int, what: str) -> str:
+def describe_numbers(numbers: Sequence[int | str], total: int, what: str) -> str:
     """Return `3 of 40 lines are broken: 5, 36, 37`, the first few numbers of many."""
     return f"{len(numbers):,} of {total:,} {what}: {list_first(numbers, SHOWN_LINES)}"
 
@@ -121,6 +124,24 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
     return row
 
 
+def read_lines(file: IO[bytes], block_bytes: int) -> Iterator[list[bytes]]:
+    """Yield the lines of a file, a few MiB at a time. They end in a line feed, in a carriage return or in both.
+
+    Raises:
+        BrokenRowError: for a line of more than MAX_ROW_BYTES, without reading more of it.
+    """
+    rest, is_end = b"", False
+    while not is_end:
+        block = file.read(wanted := max(block_bytes, len(rest)))
+        is_end = len(block) < wanted
+        lines = (rest + block).splitlines(keepends=True)
+        rest = b"" if is_end or not lines else lines.pop()  # it may go on, if only by the line feed of \r\n
+        if max(map(len, [rest, *lines[-1:]])) > MAX_ROW_BYTES:
+            raise BrokenRowError(f"expected lines of at most {MAX_ROW_BYTES:,} bytes, found a longer one")
+        for first in range(0, len(lines), MAX_LINES):
+            yield lines[first : first + MAX_LINES]
+
+
 def is_blank(line: bytes | str) -> bool:
     """Return whether a line is no row: as in CSV, many files end in an empty one."""
     return not line.strip()
@@ -128,9 +149,10 @@ def is_blank(line: bytes | str) -> bool:
 
 def find_broken_lines(lines: Iterable[bytes]) -> BrokenLines:
     """Return all lines of a file that are no JSON objects."""
-    numbers, undecodable, has_utf8, total = [], list[int](), False, 0
+    numbers, undecodable, has_utf8, has_returns, total = [], list[int](), False, False, 0
     for line in lines:
         total += 1
+        has_returns |= line.endswith(b"\r")
         if is_blank(line):
             continue
         try:
@@ -139,7 +161,7 @@ def find_broken_lines(lines: Iterable[bytes]) -> BrokenLines:
         except BrokenRowError as error:
             numbers.append(total)
             undecodable += [total] if isinstance(error, UndecodableRowError) else []
-    return BrokenLines(numbers, total, undecodable, has_utf8)
+    return BrokenLines(numbers, total, undecodable, has_utf8, has_returns)
 
 
 def abbreviate_row(line: Any) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
 
+from stages.data import json_lines
+
 READ_CHARACTERS = 1 << 20  # characters per read
 CUT_MARGIN = 12  # an error or a value this near the window's end may be an effect of the cut: tru, \ud8, or 1 of 1.5e9
 WHITESPACE = re.compile(r"[ \t\n\r]*")
@@ -76,7 +78,11 @@ class JsonWindow:
 
         The window at least doubles, so that a long value is parsed a few times only.
         """
-        more = "" if self._at_end else self._read(max(READ_CHARACTERS, len(self._text) - self._position))
+        length = len(self._text) - self._position
+        if length > json_lines.MAX_ROW_BYTES:
+            self._fail(f"found a value of more than {json_lines.MAX_ROW_BYTES:,} characters", self._position)
+        wanted = max(READ_CHARACTERS, min(length, json_lines.MAX_ROW_BYTES - length))
+        more = "" if self._at_end else self._read(wanted)
         if not more:
             self._at_end = True
             return False

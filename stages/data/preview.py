@@ -44,15 +44,15 @@ class PreviewedRow:
 
 def main(rows: str, path: str = "") -> None:
     params = load_params()
+    fix = params.fix_data
     if path:
         if not Path(path).exists():
             raise ValueError(f"{path} does not exist; give a file or a folder of raw data (docs/data.md)")
-        of_path = params.fix_data.model_copy(update={"raw": path, "eval_file": None, "eval_rows": None})
-        check_raw_exists(params.model_copy(update={"fix_data": of_path}))
+        fix = fix.model_copy(update={"eval_file": None, "eval_rows": None})
     else:
         check_raw_exists(params)
         check_column_files(params)
-    kept = print_preview(params.fix_data, int(rows), path)
+    kept = print_preview(fix, int(rows), path)
     if not kept:
         sys.exit(1)
 
@@ -94,8 +94,7 @@ def preview_rows(params: FixData, rows: int, counts: Counter[str], path: str = "
     `counts` takes the number of all rows of each file, but for the Hub's datasets, of which no more than these are fetched.
     The files are those of `path`, or of `params.raw` where that is "". Column maps are by paths in `params.raw` in both cases.
     """
-    raw, evaluation = Path(path or params.raw), None if path else params.eval_path()
-    eval_source = evaluation.relative_to(raw if raw.is_dir() else raw.parent).as_posix() if evaluation else None
+    raw = Path(path or params.raw)
     with tempfile.TemporaryDirectory(prefix="aerie-preview-") as name:
         (Path(name) / WAITING_IMAGES_FOLDER.name).mkdir()
         files = readers.list_files(raw)
@@ -106,7 +105,7 @@ def preview_rows(params: FixData, rows: int, counts: Counter[str], path: str = "
             counts[source] = 0
             each = _cut_rows(_count_rows(chunks, counts))
             for row_chunk in islice(each, rows):
-                yield _preview_row(row_chunk, params, Path(name) / "row.arrow", eval_source)
+                yield _preview_row(row_chunk, params, Path(name) / "row.arrow")
             if readers.detect_file_kind(file) != readers.HUB_PIN_SUFFIX:
                 deque(_count_rows(chunks, counts), maxlen=0)
 
@@ -131,8 +130,8 @@ def _cut_rows(chunks: Iterator[RawChunk]) -> Iterator[RawChunk]:
                 yield replace(chunk, first_row=chunk.first_row + offset, rows=chunk.rows[offset : offset + 1])  # type: ignore[index]
 
 
-def _preview_row(chunk: RawChunk, params: FixData, file: Path, eval_source: str | None) -> PreviewedRow:
-    judged = row_cleaning.judge_chunk(chunk, params, file, eval_source)
+def _preview_row(chunk: RawChunk, params: FixData, file: Path) -> PreviewedRow:
+    judged = row_cleaning.judge_chunk(chunk, params, file)
     chat_format = next(iter(judged.formats), "unknown")
     if judged.dropped:
         (reason,) = judged.dropped

@@ -22,8 +22,8 @@ import io
 import itertools
 import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from mimetypes import guess_type
 from pathlib import Path
@@ -33,16 +33,24 @@ import orjson
 import polars as pl
 from pydantic import TypeAdapter, ValidationError
 
-from stages.data import chat_formats, column_names, delimited_text, file_content, json_lines, json_stream, request_logs
+from stages.data import (
+    chat_formats,
+    column_names,
+    delimited_text,
+    file_content,
+    json_lines,
+    json_stream,
+    parquet_rows,
+    request_logs,
+)
 from stages.data.row_images import DroppedRowError
 from stages.params.data_sections import ColumnNames
 from stages.params.units import list_first
-from stages.runtime import guarded_yaml
+from stages.runtime import foreign_paths, guarded_yaml
 
-DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)  # of a compressed file that is cut or altered
 MAX_EXPANSION, FREE_BYTES = 200, 1 << 30  # of a compressed file; text seldom shrinks to a fiftieth
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
-MAX_NAMED = 5  # files in a message
+MAX_NAMED, MAX_ERROR = 5, 300  # files in a message; characters of a decoder's
 STREAMED_ROWS = 64  # of a batch of a streamed dataset: a row may contain an image
 HUB_PIN_SUFFIX = ".hub.yaml"
 TEXT_KIND = ".txt"
@@ -98,6 +106,9 @@ class ArrowRows:
         return cls(file.getvalue(), frame.height, tuple(frame.columns))
 
 
+Rows = ArrowRows | list[bytes] | list[str]
+
+
 @dataclass(frozen=True)
 class RawChunk:
     """Consecutive rows of one file, not parsed yet."""
@@ -105,28 +116,42 @@ class RawChunk:
     source: str  # the file, relative to the folder that was given
     folder: str | None  # where relative paths in the rows start; None for a dataset of the Hub
     first_row: int  # row number in that file, from 0
-    rows: list[bytes] | list[str] | ArrowRows
+    rows: Rows
     display_name: str  # the file, for messages
     columns: dict[str, str] | None = None  # the file's map in fix_data.columns: the rows are renamed by it
 
 
 def list_files(path: Path) -> list[Path]:
-    """Return `path` itself, or the data files in it, sorted. Raise ValueError where there is no readable file."""
+    """Return `path` itself, or the data files in it, sorted.
+
+    Raises:
+        ValueError: where there is no readable file, or a link leads out of the folder.
+    """
     if path.is_file():
         if detect_file_kind(path) is None:
             raise ValueError(
                 f"{path}: expected {ACCEPTED_FILES}, found a file of another name with "
                 f"{file_content.describe_content(path)}; rename or convert it"
             )
-        return [path]
-    known = (file for file in path.rglob("*") if file.is_file() and detect_file_kind(file))
-    files = [file for file in known if not _is_hidden(file, path)]
-    files = [file for file in files if detect_file_kind(file) != TEXT_KIND] or files
+        files = [path]
+    else:
+        known = (file for file in path.rglob("*") if file.is_file() and detect_file_kind(file))
+        files = sorted(file for file in known if not _is_hidden(file, path))
+        files = [file for file in files if detect_file_kind(file) != TEXT_KIND] or files
     if not files:
         raise ValueError(
             f"{path}: expected {ACCEPTED_FILES}, found no such file in the folder; add one or give another path"
         )
-    return sorted(files)
+    root = path.parent if path.is_file() else path
+    for file in files:
+        try:
+            foreign_paths.resolve_file(file, [root])
+        except foreign_paths.ForeignPathError as error:
+            raise ValueError(
+                f"{file}: expected a file in {root}, links followed, since its rows go to the cache, to remotes and to servers; "
+                f"found one that {error}; copy it there, or name the file that it links to"
+            ) from None
+    return files
 
 
 def describe_ignored_files(path: Path) -> str | None:
@@ -166,27 +191,38 @@ def read_chunks(
     Raises:
         ValueError: naming the file, where it can't be read or lacks a named column.
     """
-    kind = str(detect_file_kind(path))
-    tables: Iterator[ArrowRows] | Iterator[list[bytes]] | Iterator[list[str]]
-    if kind == HUB_PIN_SUFFIX:
-        pin = read_hub_pin(path)
-        columns = pin.columns or columns
-        tables = read_hub_dataset(pin, str(path), source, hub_records, stream=True)
-    else:
-        readers = {".parquet": _read_parquet, ".json": _read_json, TEXT_KIND: _read_questions}
-        readers |= dict.fromkeys(delimited_text.DELIMITERS, _read_csv)
-        tables = readers.get(kind, _read_lines)(path)
-    folder, first = None if kind == HUB_PIN_SUFFIX else str(path.parent), 0
-    try:
+    kind, first = str(detect_file_kind(path)), 0
+    folder: str | None = str(path.parent)
+    with _naming(path, kind, lambda: f"after row {first} "):
+        if kind == HUB_PIN_SUFFIX:
+            pin, folder = read_hub_pin(path), None
+            columns = pin.columns or columns
+            tables: Iterator[Rows] = read_hub_dataset(pin, str(path), source, hub_records, path.parent, stream=True)
+        else:
+            readers: dict[str, Callable[[Path], Iterator[Rows]]] = {
+                ".parquet": _read_parquet, ".json": _read_json, TEXT_KIND: _read_questions,
+                **dict.fromkeys(delimited_text.DELIMITERS, _read_csv),
+            }  # fmt: skip
+            tables = readers.get(kind, _read_lines)(path)
         for rows in tables:
             if isinstance(rows, ArrowRows):
                 column_names.check_table_columns(rows.names, columns, str(path), kind in delimited_text.DELIMITERS)
             if len(rows):
                 yield RawChunk(source, folder, first, rows, str(path), columns)
             first += len(rows)
-    except (*DAMAGE, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+
+
+@contextmanager
+def _naming(path: Path, kind: str, where: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Turn errors of reading a file, of any decoder, into a ValueError that names it; those that name it pass."""
+    try:
+        yield
+    except (Exception, pl.exceptions.PanicException) as error:
+        if isinstance(error, ValueError) and str(error).startswith(str(path)):
+            raise
+        words = " ".join(str(error).split())[:MAX_ERROR]
         raise ValueError(
-            f"{path}: expected a whole {kind} file, found {type(error).__name__} after row {first} ({error}) in "
+            f"{path}: expected a whole {kind} file, found {type(error).__name__} {where()}({words}) in "
             f"{file_content.describe_content(path)}; copy it again, or give another"
         ) from None
 
@@ -235,8 +271,9 @@ def _advise(chunk: RawChunk, number: int, line: bytes | str) -> str:
         return "; fix it, or give another file"
     try:
         with _open_decompressed(path) as file:
-            broken = json_lines.find_broken_lines(file)
-    except DAMAGE:
+            blocks = json_lines.read_lines(file, CHUNK_BYTES)
+            broken = json_lines.find_broken_lines(itertools.chain.from_iterable(blocks))
+    except Exception:
         return f"; the file is damaged further on: copy it again. What can be read is {ACCEPTED_FILES}"
     advice = broken.describe(chunk.display_name)
     if number or broken.is_of_other_encoding:
@@ -249,7 +286,7 @@ class _Decompressed(io.RawIOBase):
     """The bytes of a compressed file, unless they are so many that the file was made to fill the memory."""
 
     def __init__(self, path: Path, file: Any) -> None:
-        self._path, self._file, self._left = path, file, FREE_BYTES + MAX_EXPANSION * path.stat().st_size
+        self._path, self._file, self._left = path, file, _count_most_bytes(path)
 
     def readable(self) -> bool:
         return True
@@ -258,10 +295,7 @@ class _Decompressed(io.RawIOBase):
         count = int(self._file.readinto(buffer))
         self._left -= count
         if self._left < 0:
-            raise ValueError(
-                f"{self._path}: expected at most {MAX_EXPANSION} times its size when decompressed, found more; if it is what it "
-                "should be, give it decompressed"
-            )
+            raise ValueError(_describe_too_large(self._path))
         return count
 
     def close(self) -> None:
@@ -269,10 +303,22 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
 
+def _count_most_bytes(path: Path) -> int:
+    """Return how many bytes a file may have once it is decoded."""
+    return FREE_BYTES + MAX_EXPANSION * path.stat().st_size
+
+
+def _describe_too_large(path: Path) -> str:
+    return (
+        f"{path}: expected at most {MAX_EXPANSION} times its size when decompressed, and rows of {json_lines.MAX_ROW_BYTES:,} "
+        "bytes, found more; if it is what it should be, give it as JSONL, decompressed"
+    )
+
+
 def _open_decompressed(path: Path) -> Any:
     """Return a binary file of the decompressed bytes, behind a byte order mark, which is no JSON.
 
-    Reading it raises one of DAMAGE for a broken file, ValueError for one that grows without measure.
+    Reading a broken file raises errors of many types (`_naming`); one that grows without measure ValueError.
     """
     suffix = path.suffix.lower()
     if suffix == ".zst":
@@ -291,8 +337,7 @@ def _open_decompressed(path: Path) -> Any:
 
 def _read_lines(path: Path) -> Iterator[list[bytes]]:
     with _open_decompressed(path) as file:
-        while lines := file.readlines(CHUNK_BYTES):
-            yield lines
+        yield from json_lines.read_lines(file, CHUNK_BYTES)
 
 
 def _read_questions(path: Path) -> Iterator[list[bytes]]:
@@ -364,15 +409,11 @@ def _is_row(value: Any) -> bool:
 
 
 def _read_parquet(path: Path) -> Iterator[ArrowRows]:
-    rows = pl.scan_parquet(path, glob=False)
-    per_chunk = _count_rows_per_chunk(rows.select(pl.len()).collect().item(), path.stat().st_size)
-    for batch in rows.collect_batches(chunk_size=per_chunk, maintain_order=True):
-        yield ArrowRows.from_frame(batch)
-
-
-def _count_rows_per_chunk(rows: int, size: int) -> int:
-    """Return how many rows make a chunk of a few MiB; a row may contain an image."""
-    return max(1, min(CHUNK_ROWS, CHUNK_BYTES * rows // max(size, 1)))
+    try:
+        for table in parquet_rows.read_tables(path, _count_most_bytes(path), CHUNK_BYTES, CHUNK_ROWS):
+            yield ArrowRows.from_frame(table)
+    except parquet_rows.ParquetSizeError:
+        raise ValueError(_describe_too_large(path)) from None
 
 
 # --- the Hub ---------------------------------------------------------------------------------------------------------
@@ -404,9 +445,12 @@ def read_hub_pin(path: Path) -> HubPin:
 
 
 def read_hub_dataset(
-    pin: HubPin, display_name: str, source: str, hub_records: dict[str, HubRecord], stream: bool = False
+    pin: HubPin, display_name: str, source: str, hub_records: dict[str, HubRecord], folder: Path, stream: bool = False
 ) -> Iterator[ArrowRows]:
     """Yield a dataset's rows as stored: images stay bytes. `display_name` is the file or parameter that names it.
+
+    In place of an id, to try a loader, a local folder inside `folder` is read. A dataset's card may name any file: those of its
+    own folder or repository alone are read.
 
     With `stream`, nothing is downloaded ahead or kept; else, and with HF_HUB_OFFLINE, the rows are in the cache of the Hub's
     client, from which another reading takes them.
@@ -419,11 +463,17 @@ def read_hub_dataset(
 
     name, commit, done = pin.dataset, pin.revision, 0
     is_local = Path(name).is_dir()
+    if is_local and not foreign_paths.is_inside(Path(name), [folder]):
+        raise ValueError(
+            f"{display_name}: dataset {name} is a folder outside of {folder}, expected an id of the Hub or a folder there; copy "
+            "it there"
+        )
     options = {"streaming": True} if stream and not datasets.config.HF_HUB_OFFLINE else {}
     try:
         if not is_local and not re.fullmatch(r"[0-9a-f]{40}", commit or ""):
             commit = HfApi().dataset_info(name, revision=commit).sha
         revision = None if is_local else commit
+        _check_data_files(datasets.load_dataset_builder(name, pin.name, revision=revision), name, is_local)
         rows = datasets.load_dataset(name, pin.name, split=pin.split, revision=revision, **options)
         rows = rows if pin.rows is None else rows.take(pin.rows)
         for table in _join_batches(rows.with_format("arrow").iter(batch_size=STREAMED_ROWS)):
@@ -439,6 +489,16 @@ def read_hub_dataset(
         ) from None
     made = None if is_local else commit
     hub_records[source] = HubRecord(name, pin.name, pin.split, pin.revision, commit=made, rows=done)
+
+
+def _check_data_files(builder: Any, name: str, is_local: bool) -> None:
+    """Raise ValueError where a dataset has files of this machine, or of another repository."""
+    ids = {name.lower(), str(builder.repo_id).lower()}
+    for file in itertools.chain.from_iterable((builder.config.data_files or {}).values()):
+        inner = str(file).rsplit("::", 1)[-1]  # of an archive
+        repository = inner.lower().removeprefix("hf://datasets/").split("@")[0]
+        if not (foreign_paths.is_inside(Path(inner), [Path(name)]) if is_local else repository in ids):
+            raise ValueError(f"its card names {file}, expected files of its own")
 
 
 def _join_batches(batches: Iterable[Any]) -> Iterator[pl.DataFrame]:
@@ -457,17 +517,17 @@ def _join_batches(batches: Iterable[Any]) -> Iterator[pl.DataFrame]:
 
 def read_all_chunks(
     path: Path,
-    first: str | None,
     hub_records: dict[str, HubRecord],
+    is_first: Callable[[str], bool] = lambda source: False,
     choose_columns: Callable[[Path], dict[str, str] | None] = lambda file: None,
 ) -> Iterator[RawChunk]:
-    """Yield the chunks of every file of `path`, starting with the file named `first`.
+    """Yield the chunks of every file of `path`, starting with those whose source `is_first`.
 
     `choose_columns` returns the column map of a file, as `read_chunks` takes it.
     """
     files = list_files(path)
     names = {file: name_source(file, path) for file in files}
-    files.sort(key=lambda file: names[file] != first)  # stable: the others stay in order
+    files.sort(key=lambda file: not is_first(names[file]))  # stable: the others stay in order
     batches = find_batches(files)
     return itertools.chain.from_iterable(
         batches.join(file, read_chunks(file, names[file], hub_records, choose_columns(file))) for file in files
@@ -506,16 +566,19 @@ def find_batches(files: Iterable[Path]) -> BatchFiles:
     kinds = {file: kind for file in files if (kind := _read_batch_kind(file))}
     if len(set(kinds.values())) < 2:
         return BatchFiles({}, {}, {})
-    lines = {str(file): itertools.chain.from_iterable(_read_lines(file)) for file in kinds}
+    lines = {str(file): _iterate_lines(file) for file in kinds}
     named = {str(file): kind for file, kind in kinds.items()}
     return BatchFiles(kinds, *request_logs.index_batches(lines, named))
+
+
+def _iterate_lines(file: Path) -> Iterator[bytes]:
+    with _naming(file, str(detect_file_kind(file))):
+        yield from itertools.chain.from_iterable(_read_lines(file))
 
 
 def _read_batch_kind(file: Path) -> str | None:
     if detect_file_kind(file) not in (".jsonl", ".ndjson"):
         return None
-    try:
-        with _open_decompressed(file) as opened:
-            return request_logs.read_batch_kind(opened.readline(CHUNK_BYTES))
-    except DAMAGE:  # said where it is read
-        return None
+    with suppress(Exception), _open_decompressed(file) as opened:  # said where it is read
+        return request_logs.read_batch_kind(opened.read(CHUNK_BYTES).splitlines()[0])
+    return None

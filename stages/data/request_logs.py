@@ -2,7 +2,8 @@
 
 Known are pairs of OpenAI's request and response (`request` and `response`, `input` and `output` as Langfuse names them,
 `messages` and `response` as LiteLLM does), the input of OpenAI's batches (`body`), and their output, once it is joined with its
-input by `custom_id` (`join_batch_output`). A response without an answer leaves a question, which the target answers.
+input by `custom_id` (`join_batch_output`). A response may be the stream that a server sent, as text or as a list of chunks: its
+deltas are joined. A response without an answer (null, an error) leaves a question, which the target answers.
 """
 
 import json
@@ -89,6 +90,8 @@ def _find_request(row: dict[str, Any]) -> tuple[str | None, list[Any], dict[str,
 def read_response(value: Any) -> list[Any] | None:
     """Return the turns that a response holds, one or none; None for a value that is no response."""
     value = parse_json(value)
+    if (chunks := _list_chunks(value)) is not None:
+        value = _join_chunks(chunks)
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}] if value.strip() else []
     if value is None or value == []:
@@ -101,7 +104,7 @@ def read_response(value: Any) -> list[Any] | None:
         first = choices[0] if choices and isinstance(choices[0], dict) else {}
         message = first.get("message", first.get("text"))
         return read_response(message) if isinstance(message, dict | str) else []
-    if isinstance(value, dict) and ("error" in value or not value):
+    if isinstance(value, dict) and ("error" in value or value.get("object") == "error" or not value):
         return []
     if isinstance(value, dict) and ("content" in value or value.get("tool_calls")):
         is_blank = value.get("content") in (None, "", []) and not value.get("tool_calls")
@@ -110,6 +113,84 @@ def read_response(value: Any) -> list[Any] | None:
         said = [one for one in value if one.get("role") == "assistant"]
         return said if said or "role" not in value[0] else None
     return None
+
+
+# --- streams
+
+OTHER_NAMES = {"reasoning_content": ("reasoning", "thinking")}
+STREAM_FIELDS = ("data:", "event:", "id:", "retry:", ":")  # of server-sent events
+
+
+def is_stream(value: Any) -> bool:
+    """Return whether a text is a stream of a server's chunks."""
+    return isinstance(value, str) and _list_chunks(value) is not None
+
+
+def _list_chunks(value: Any) -> list[dict[str, Any]] | None:
+    """Return the chunks of a stream, given as server-sent events, as JSON by the line or as a list; None for any other value."""
+    if isinstance(value, str):
+        lines = [line.strip() for line in value.splitlines() if line.strip()]
+        if not lines or not (lines[0].startswith(STREAM_FIELDS) or (len(lines) > 1 and lines[0].startswith("{"))):
+            return None
+        value = [line for line in lines if not line.startswith(STREAM_FIELDS[1:])]
+    elif isinstance(value, dict) and _is_chunk(value):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        return None
+    texts = [one.strip().removeprefix("data:").strip() if isinstance(one, str) else one for one in value]
+    chunks = [parse_json(text) for text in texts if text not in ("", "[DONE]")]
+    are_chunks = all(isinstance(one, dict) and ("error" in one or "type" in one or _is_chunk(one)) for one in chunks)
+    is_one = any(map(_is_chunk, chunks)) if are_chunks else False
+    has_marks = isinstance(value[0], str) and value[0].startswith("data:")
+    return chunks if are_chunks and (is_one or has_marks) else None
+
+
+def _is_chunk(value: dict[str, Any]) -> bool:
+    is_delta = any({"delta", "text"} & one.keys() for one in _list_objects(value.get("choices")))
+    kind = str(value.get("object", "")).endswith(".chunk") or str(value.get("type", "")).endswith(("_delta", ".delta"))
+    return is_delta or kind or ("done" in value and "message" in value)
+
+
+def _join_chunks(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message of a stream: OpenAI's chat completions, completions and responses, Anthropic's, Ollama's.
+
+    An error among the chunks is returned in place of a cut answer.
+    """
+    texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+    calls: dict[str, dict[str, Any]] = {}
+    for chunk in chunks:
+        if chunk.get("error"):
+            return {"error": chunk["error"]}
+        choices = [one for one in _list_objects(chunk.get("choices")) if not one.get("index")]
+        deltas = [one.get("delta", one.get("message", {"content": one.get("text")})) for one in choices]
+        if isinstance(chunk.get("message"), dict) and "done" in chunk:
+            deltas = [chunk["message"]]
+        elif str(chunk.get("type")).endswith("output_text.delta"):
+            deltas = [{"content": chunk.get("delta")}]
+        elif isinstance(block := chunk.get("content_block"), dict) and block.get("type") == "tool_use":
+            named = {"index": chunk.get("index"), "id": block.get("id"), "function": {"name": block.get("name")}}
+            deltas = [{"tool_calls": [named]}]
+        elif isinstance(delta := chunk.get("delta"), dict):
+            part = {"index": chunk.get("index"), "function": {"arguments": delta.get("partial_json")}}
+            more = {"tool_calls": [part]} if "partial_json" in delta else {}
+            deltas = [{"content": delta.get("text"), "reasoning_content": delta.get("thinking"), **more}]
+        for delta in _list_objects(deltas):
+            for key, parts in texts.items():
+                parts += [text for name in (key, *OTHER_NAMES.get(key, ())) if isinstance(text := delta.get(name), str)]
+            for call in _list_objects(delta.get("tool_calls")):
+                found = calls.setdefault(
+                    str(call.get("index", len(calls))), {"name": None, "arguments": "", "id": None}
+                )
+                function = given if isinstance(given := call.get("function"), dict) else {}
+                found["id"], found["name"] = call.get("id") or found["id"], function.get("name") or found["name"]
+                if arguments := function.get("arguments"):
+                    found["arguments"] += arguments if isinstance(arguments, str) else json.dumps(arguments)
+    joined = {key: "".join(parts) for key, parts in texts.items() if parts}
+    return {"content": "", **joined, **({"tool_calls": list(calls.values())} if calls else {})}
+
+
+def _list_objects(value: Any) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 # --- OpenAI's batches --------------------------------------------------------------------------------------------------

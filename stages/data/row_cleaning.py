@@ -105,10 +105,11 @@ class JudgedChunk:
         return self.file.with_suffix(".npy")
 
 
-def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_source: str | None) -> JudgedChunk:
-    """Judge each row of a chunk and write the kept ones to `file`. `eval_source` is the source of fix_data.eval_file."""
+def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path) -> JudgedChunk:
+    """Judge each row of a chunk and write the kept ones to `file`."""
     judged, images_folder = JudgedChunk(file, chunk.source), file.parent / WAITING_IMAGES_FOLDER.name
     kept: list[KeptRow] = []
+    in_eval_file = params.is_eval_source(chunk.source)
     for source_row, row in readers.parse_chunk(chunk):
         judged.rows_in += 1
         try:
@@ -128,10 +129,10 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
         rules = dict.fromkeys(rule for answer in repaired for rule in answer.rules)
         whole = hashlib.sha256(orjson.dumps([conversation.messages, conversation.list_extras()])).digest()
         opening = hash_opening(conversation)
-        if eval_source is None:
+        if params.eval_file is None:
             is_eval = int.from_bytes(opening[:8]) < params.eval_share * 2**64
         else:
-            is_eval = chunk.source == eval_source and (params.eval_rows is None or source_row < params.eval_rows)
+            is_eval = in_eval_file and (params.eval_rows is None or source_row < params.eval_rows)
         verdict = f"repaired:{','.join(rules)}" if rules else "clean"
         digests = whole[:DIGEST_BYTES], opening[:DIGEST_BYTES]
         kept.append(KeptRow(conversation, _name_row(row, source_row), source_row, verdict, *digests, is_eval))

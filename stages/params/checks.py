@@ -15,6 +15,7 @@ from pathlib import Path
 
 from stages.params import target_files
 from stages.params.cell_trees import describe_left_out
+from stages.params.data_sections import fits_file
 from stages.params.families import DraftKind
 from stages.params.schema import Params, load_params
 from stages.params.section import PARAMS_FILE, suggest_name
@@ -41,24 +42,31 @@ TEMPLATES_FOLDER = Path("templates")  # of target.chat_template
 def check_raw_exists(params: Params) -> None:
     """Raise ValueError for missing raw conversations, before any stage starts."""
     fix = params.fix_data
-    raw, evaluation = Path(fix.raw), fix.eval_path()
+    raw = Path(fix.raw)
     if not raw.exists():
         is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", fix.raw) and not raw.suffix and raw.parts[0] != "data"
         more = f"; for the dataset {fix.raw} of the Hub write a file NAME.hub.yaml" if is_id else ""
         raise ValueError(
             f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more} (docs/data.md)"
         )
-    if evaluation is not None and (not evaluation.is_file() or (raw.is_file() and evaluation != raw)):
-        given = Path(fix.eval_file or "")
-        if given.is_file() and given.is_relative_to(raw):
+    if not fix.eval_names:
+        return
+    files, folder = _list_raw_files(raw), raw if raw.is_dir() else raw.parent
+    for name in fix.eval_names:
+        if not any(fits_file(name, file) for file in files):
+            inside = name.removeprefix(f"{folder.as_posix()}/")
+            is_inside = any(fits_file(inside, file) for file in files)
             raise ValueError(
-                f"{PARAMS_FILE}: fix_data.eval_file is {given}, expected its path in fix_data.raw; write "
-                f"{given.name if given == raw else given.relative_to(raw)}"
+                f"{PARAMS_FILE}: fix_data.eval_file names {name}{suggest_name(name, files)}, expected the path of a file or a "
+                f"folder as seen from fix_data.raw, or a pattern of such paths, found {list_first(files, MAX_SHOWN_FILES)} in "
+                f"{raw}; {f'write {inside}' if is_inside else 'DVC tracks fix_data.raw, so put it there'}"
             )
-        raise ValueError(
-            f"{PARAMS_FILE}: fix_data.eval_file is {fix.eval_file}, expected a file in the folder fix_data.raw, or "
-            f"the name of that file itself, found neither under {raw}; DVC tracks fix_data.raw, so put it there"
-        )
+
+
+def _list_raw_files(raw: Path) -> list[str]:
+    """Return the files of fix_data.raw that are not hidden, as seen from there."""
+    names = [path.relative_to(raw) for path in raw.rglob("*") if path.is_file()] if raw.is_dir() else [Path(raw.name)]
+    return sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
 
 
 def check_column_files(params: Params) -> None:
@@ -67,8 +75,7 @@ def check_column_files(params: Params) -> None:
     if fix.columns_by_file.keys() <= {"*"}:
         return
     raw, used = Path(fix.raw), set[str]()
-    names = [path.relative_to(raw) for path in raw.rglob("*") if path.is_file()] if raw.is_dir() else [Path(raw.name)]
-    files = sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
+    files = _list_raw_files(raw)
     for file in files:
         fitting = fix.find_column_names(raw / file if raw.is_dir() else raw)
         if len(fitting) > 1:

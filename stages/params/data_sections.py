@@ -2,7 +2,7 @@
 
 import re
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -12,6 +12,7 @@ from stages.params.server_urls import ServerUrls
 
 TABLES_FOLDER = Path("data/tables")  # schemas of structured answers
 PROMPT_SETS_FOLDER = Path("data/prompt_sets")
+FILE_PATTERN = re.compile(r"\.(jsonl?|ndjson|csv|tsv|tab|txt|parquet)(\.(gz|bz2|xz|zst))?$")
 DATASET_ID_PATTERN = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of a dataset on the Hub
 COLUMN_ROLES = ("prompt", "input", "answer", "messages", "system", "id", "images", "tools")  # of a map of columns
 OWN_PROMPTS = {"eval", "random", "written"}  # names that prepare_prompts.sets must not use
@@ -66,6 +67,22 @@ def check_table_path(path: str) -> str:
 TableFilePath = Annotated[Text, AfterValidator(check_table_path)]
 
 
+def _check_eval_form(given: Any) -> Any:
+    """Return the value of `eval_file`. Raises ValueError unless it is a text or a list of texts."""
+    names = given if isinstance(given, list) else [given]
+    if given is not None and not (names and all(isinstance(name, str) and name for name in names)):
+        raise ValueError(f"expected a path in raw, a pattern of paths or a list of those, found {given!r}; correct it")
+    return given
+
+
+def fits_file(name: str, source: str) -> bool:
+    """Return whether `name` is the path of a file, of a folder that holds it, or a pattern of its path."""
+    return source == name or source.startswith(f"{name}/") or fnmatchcase(source, name)
+
+
+EvalFiles = Text | list[Text]
+
+
 class FixData(Section):
     raw: Text  # a file or a folder of them: JSONL, JSON, CSV, Parquet, NAME.hub.yaml (docs/data.md)
     # auto detects each row's format by its keys; or sharegpt, ultrachat, messages, prompt_answer
@@ -88,9 +105,10 @@ class FixData(Section):
     max_dropped_share: Annotated[float, Field(ge=0, lt=1)] | None = 0.5
     # 0.8 drops conversations that share 80% of their 5-character shingles; null: exact ones only
     near_duplicate_threshold: Annotated[float, Field(ge=0.5, le=1)] | None = None
-    # a file in the folder `raw` (or `raw` itself) as the eval split; null: split by eval_share
-    eval_file: Text | None = None
-    # number of first rows of eval_file that are the eval split, the others train; null: all
+    # the eval split: a file in the folder `raw` (or `raw` itself), a folder in it, a pattern of such paths, or a list
+    # of those; each file has its own tau. null: split by eval_share
+    eval_file: Annotated[EvalFiles | None, BeforeValidator(_check_eval_form)] = None
+    # number of first rows of each such file that are the eval split, the others train; null: all
     eval_rows: Count | None = None
     # share of rows in the eval split, chosen by a hash of their content: new rows move no other
     eval_share: Share = 0.15
@@ -114,12 +132,15 @@ class FixData(Section):
             )
         return self
 
-    def eval_path(self) -> Path | None:
-        """Return the path of eval_file: in the folder `raw`, or `raw` itself; None if the split is by hash."""
-        if self.eval_file is None:
-            return None
-        raw = Path(self.raw)
-        return raw / self.eval_file if raw.is_dir() else raw.with_name(self.eval_file)
+    @property
+    def eval_names(self) -> list[str]:
+        """Return the paths of eval_file, and patterns of paths, as seen from `raw`; none if the split is by hash."""
+        given = [self.eval_file] if isinstance(self.eval_file, str) else self.eval_file or []
+        return [PurePosixPath(name).as_posix() for name in given]
+
+    def is_eval_source(self, source: str) -> bool:
+        """Return whether a raw file, by its path as seen from `raw`, is one of eval_file."""
+        return any(fits_file(name, source) for name in self.eval_names)
 
     def image_roots(self) -> list[Path]:
         """Return the folders, beside a file's own, that images may be read from: that of all data, and those named."""
@@ -246,34 +267,39 @@ class SampleTarget(Section):
 
 
 class PromptSet(Section):
-    """A public prompt set: a file in data/prompt_sets/, or a Hugging Face dataset's id."""
+    """Prompts of a workload: what fix_data.raw may be, or the id of a Hugging Face dataset, which has a split."""
 
     from_: Annotated[Text, Field(alias="from")]
     name: Text | None = None  # of the dataset's configuration; null: it has only one
     split: Text | None = None
     revision: Text | None = None  # a commit
-    format: Literal["mt_bench", "gsm8k", "humaneval", "alpaca", "math500"]
+    # of a published set, with its instruction and its references; null: questions, turns or conversations
+    format: Literal["mt_bench", "gsm8k", "humaneval", "alpaca", "math500"] | None = None
+    columns: ColumnNames | None = None  # as fix_data.columns, {prompt: Frage}; null: by known names
 
     @model_validator(mode="after")
-    def is_file_or_dataset(self) -> "PromptSet":
-        if self.is_file and (self.name or self.revision or self.split):
+    def is_path_or_dataset(self) -> "PromptSet":
+        is_id = re.fullmatch(DATASET_ID_PATTERN, self.from_) and not FILE_PATTERN.search(self.from_)
+        if self.is_local and (self.name or self.revision):
             raise ValueError(
-                f"from is the file {self.from_}, expected name, split and revision to be null: they belong to a dataset's id"
+                f"from is the path {self.from_}, expected name and revision to be null: a dataset's id has them"
             )
-        parts = Path(self.from_).parts
-        tracked = parts[:2] == PROMPT_SETS_FOLDER.parts and ".." not in parts
-        if not tracked and (self.is_file or not re.fullmatch(DATASET_ID_PATTERN, self.from_)):
+        if self.is_local and is_id and not Path(self.from_).exists():
             raise ValueError(
-                f"from is {self.from_}, expected a file or folder in {PROMPT_SETS_FOLDER}/, which DVC tracks, or a dataset's id "
-                "(owner/name); put it there"
+                f"from is {self.from_}, which is no path here; expected split to say which part of the dataset"
             )
-        if not self.is_file and self.split is None:
-            raise ValueError(f"from is the dataset {self.from_}, expected split to say which part of it (test, train)")
+        if not self.is_local and not is_id:
+            raise ValueError(
+                f"from is {self.from_}, expected split to be null: only the id of a dataset (owner/name) has one"
+            )
+        if self.columns and self.format:
+            raise ValueError(f"format is {self.format}, expected null while columns names the columns")
         return self
 
     @property
-    def is_file(self) -> bool:
-        return re.search(r"\.(jsonl?(\.(gz|bz2|xz|zst))?|parquet)$", self.from_) is not None
+    def is_local(self) -> bool:
+        """Return whether it is a file or folder: a dataset's id comes with a split."""
+        return self.split is None
 
     @property
     def can_be_graded(self) -> bool:
@@ -285,7 +311,7 @@ SHIPPED_SETS = ("mt_bench", "gsm8k", "humaneval", "alpaca", "math500")  # sample
 
 
 class PreparePrompts(Section):
-    # from: a file in data/prompt_sets/ (it has samples), or a Hugging Face dataset's id: docs/workloads.md
+    # from: a path, as fix_data.raw (data/prompt_sets/ has samples), or a Hugging Face dataset's id: docs/workloads.md
     sets: dict[Name, PromptSet] = Field(
         default_factory=lambda: {
             name: PromptSet.model_validate({"from": str(PROMPT_SETS_FOLDER / f"{name}.jsonl"), "format": name})

@@ -57,7 +57,7 @@ DECLARED = {
     "fix_data": Declared(("fix_data",), paths=("fix_data.tables", "fix_data.image_folders")),
     "prepare_target": Declared(("target", "prepare_target"), paths=("target.model", "target.chat_template")),
     "sample_target": Declared(
-        ("target", "sample_target"),
+        ("target", "sample_target", "fix_data.eval_file"),  # whose files are asked evenly
         free=(
             "init_draft",  # what the first answers leave out of a draft's vocabulary is told
             *(f"sample_target.server.{key}" for key in (

@@ -1,16 +1,18 @@
 """Read published prompt sets: the user's turns of each problem, and the reference that grades its answer.
 
-A row has its authors' columns, or MT-bench's (question_id, turns, reference), in which EAGLE and AngelSlim distribute
-copies of most sets. docs/workloads.md has the instruction that each set's problems get.
+A set without a format is what fix_data.raw may be: questions, turns or conversations, of which the user's messages and a
+system message are taken. A row of a published set has its authors' columns, or MT-bench's (question_id, turns, reference), in
+which EAGLE and AngelSlim distribute copies of most sets. docs/workloads.md has the instruction that each set's problems get.
 """
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stages.data import final_answer, json_lines, readers
+from stages.data import chat_formats, final_answer, json_lines, readers, request_logs
+from stages.data.row_images import DroppedRowError
 
 COMPLETE_INSTRUCTION = "Complete the code I provided.\n"  # EAGLE's instruction before a HumanEval prompt
 # Qwen's instruction after a problem
@@ -25,6 +27,7 @@ class PromptProblem:
     id: str
     turns: list[str]  # the user's messages, one or more
     reference: str | None  # JSON, read by stages/grading/grade.py; None where the set has no reference answer
+    system: str | None = None
 
 
 class MalformedRowError(Exception):
@@ -32,42 +35,51 @@ class MalformedRowError(Exception):
 
 
 def read_prompt_set(
-    source: str, name: str | None, split: str | None, revision: str | None, set_format: str
+    source: str,
+    name: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    set_format: str | None = None,
+    columns: dict[str, str] | None = None,
 ) -> list[PromptProblem]:
-    """Return all problems of a file, a dataset of the Hub or a dataset in a folder.
+    """Return all problems of a file or folder, or of a dataset of the Hub, which has a split.
 
-    `set_format` is mt_bench or a key of ROW_PARSERS.
+    `set_format` is mt_bench, a key of ROW_PARSERS, or None.
 
     Raises:
         ValueError: naming the first row that is not of `set_format`, what is wrong with it, and where others are; or a row whose
             id is taken.
     """
     problems: list[PromptProblem] = []
-    row_of_id: dict[str, int] = {}
-    malformed: dict[int, MalformedRowError] = {}
-    unit, total = "line" if source.endswith(".jsonl") else "row", 0
-    for number, row in _read_numbered_rows(readers.HubPin(source, name, split, revision)):
-        total += 1
+    row_of_id: dict[str, str] = {}
+    malformed: dict[str, MalformedRowError] = {}
+    unit, total = "line" if source.endswith((".jsonl", ".txt")) else "row", 0
+    for prefix, folder, number, row in _read_numbered_rows(readers.HubPin(source, name, split, revision, columns)):
+        total, where = total + 1, f"{prefix}{number + 1}"
         try:
             if row is None:
                 raise MalformedRowError("expected a row of a set, found one that is nested too deep to read")
-            problem = _parse_problem(row, number, set_format)
+            if set_format is None and not isinstance(row.get("turns"), list):
+                problem = _parse_conversation(row, number, folder)
+            else:
+                problem = _parse_problem(row, number, set_format or "mt_bench")
         except MalformedRowError as error:
-            malformed[number + 1] = error
+            malformed[where] = error
             continue
-        if (first := row_of_id.setdefault(problem.id, number)) != number:
-            taken = f"id {problem.id} is that of {unit} {first + 1} too; give each its own"
-            raise ValueError(f"{source}, {unit} {number + 1}: {taken}")
+        problem = replace(problem, id=f"{prefix}{problem.id}")
+        if (first := row_of_id.setdefault(problem.id, where)) != where:
+            taken = f"id {problem.id} is that of {unit} {first} too; give each its own"
+            raise ValueError(f"{source}, {unit} {where}: {taken}")
         problems.append(problem)
     if malformed:
         message = _describe_malformed(malformed, total, unit)
-        raise ValueError(f"{source}, {message}, or correct the set's format ({set_format})")
+        raise ValueError(f"{source}, {message}, or correct the set's format ({set_format or 'null'}) or columns")
     if not problems:
-        raise ValueError(f"{source}: expected rows of format {set_format}, found none; give another file or dataset")
+        raise ValueError(f"{source}: expected rows of prompts, found none; give another file or dataset")
     return problems
 
 
-def _describe_malformed(malformed: dict[int, MalformedRowError], total: int, unit: str) -> str:
+def _describe_malformed(malformed: dict[str, MalformedRowError], total: int, unit: str) -> str:
     """Return the first malformed row with its reason, the numbers of all, of `total` lines or rows, and to fix them."""
     number, error = next(iter(malformed.items()))
     if len(malformed) == 1:
@@ -76,24 +88,42 @@ def _describe_malformed(malformed: dict[int, MalformedRowError], total: int, uni
     return f"{unit} {number}: {error}; {numbers}; fix them"
 
 
-def _read_numbered_rows(pin: readers.HubPin) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield (row number from 0, object) of a file or a dataset as readers.parse_chunk does."""
+def _read_numbered_rows(pin: readers.HubPin) -> Iterator[tuple[str, str | None, int, dict[str, Any] | None]]:
+    """Yield (the file where there are several, its folder, row number from 0, object) as readers.parse_chunk does."""
     source, path, hub_records = pin.dataset, Path(pin.dataset), dict[str, readers.HubRecord]()
-    if readers.detect_file_kind(path) is not None:
-        if not path.is_file():
+    if pin.split is None:
+        if not path.exists():
             raise ValueError(f"{source} not found; put the set's file there, or name another in prepare_prompts.sets")
-        for chunk in readers.read_chunks(path, source, hub_records):
-            yield from readers.parse_chunk(chunk)
+        for chunk in readers.read_all_chunks(path, hub_records, choose_columns=lambda file: pin.columns):
+            prefix = f"{chunk.source}:" if path.is_dir() else ""
+            yield from ((prefix, chunk.folder, *numbered) for numbered in readers.parse_chunk(chunk))
         return
     first = 0
-    for table in readers.read_hub_dataset(pin, "prepare_prompts.sets", source, hub_records):
-        yield from readers.parse_chunk(readers.RawChunk(source, None, first, table, source))
+    for table in readers.read_hub_dataset(pin, "prepare_prompts.sets", source, hub_records, path):
+        chunk = readers.RawChunk(source, None, first, table, source, pin.columns)
+        yield from (("", None, *numbered) for numbered in readers.parse_chunk(chunk))
         first += len(table)
     commit = hub_records[source].commit
     if commit != pin.revision:
         print(
             f"note: {source} is at commit {commit} today; write it as the set's revision, or tomorrow's may be another"
         )
+
+
+def _parse_conversation(row: dict[str, Any], number: int, folder: str | None) -> PromptProblem:
+    """Return the user's messages of any row that fix_data reads; the answers between them are the target's own."""
+    try:
+        row = request_logs.unwrap_log(row)
+        if (chat_format := chat_formats.detect_format(row)) is None:
+            raise MalformedRowError(f"expected a question or turns, found {_describe_keys(row)}")
+        found = chat_formats.parse_conversation(row, chat_format, folder, trim=True)
+    except DroppedRowError as error:
+        raise MalformedRowError(f"{error}: found {error.found}, expected {error.expected or 'texts'}") from None
+    if found.images:
+        raise MalformedRowError("expected texts, found images: a workload of images is that of the eval split")
+    texts = {role: [m["content"] for m in found.messages if m["role"] == role] for role in ("system", "user")}
+    name = next((row[key] for key in ("id", "prompt_id", "question_id") if row.get(key) is not None), number)
+    return PromptProblem(str(name), texts["user"], None, next(iter(texts["system"]), None))
 
 
 def _parse_problem(row: dict[str, Any], number: int, set_format: str) -> PromptProblem:

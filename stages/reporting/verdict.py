@@ -13,12 +13,12 @@ from typing import Literal
 
 from stages.cells.cell import TORCH_ENGINE
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
-from stages.cells.replay_records import GroupTau, ReplayedTree
+from stages.cells.replay_records import GroupTau, ReplayedTree, select_temperature
 from stages.cells.table import ResultRow
 from stages.params.tree_shape import TreeShape, parse_shape
 from stages.params.units import list_first
 from stages.reporting.families import Families
-from stages.reporting.text import align_columns, format_tree
+from stages.reporting.text import ONE_PROMPT, align_columns, format_interval, format_tree
 from stages.reporting.timing_noise import TimingRemark, summarise_remarks
 
 VerdictKind = Literal["launch", "plain", "noisy", "unknown"]
@@ -26,6 +26,7 @@ MAX_WARNINGS = 5  # shown outright
 MAX_LINES = 6  # groups of loads; further ones are counted
 MAX_NAMES = 4  # of trees that can't run
 MAX_SETS = 8  # columns of the table of sets
+MAX_SOURCES = 20  # in the terminal
 NOTHING_TIMED = (
     "No speedup is known: no tree was timed or predicted; list trees in benchmark.trees, or a checkpoint in "
     "time_trees.checkpoints"
@@ -87,16 +88,17 @@ class VerdictLine:
 
 @dataclass(frozen=True)
 class GroupLine:
-    """The headline's tree on a part of the eval answers: its replayed tau, and the speedup that this gives."""
+    """A tree on a part of the eval answers: its replayed tau, and the speedup that this gives where one is known."""
 
+    checkpoint: str
     tau: GroupTau
-    speedup: float
+    speedup: float | None
     low: float | None
     high: float | None
 
     def __str__(self) -> str:
         name = self.tau.group if self.tau.by == "source" else f"contexts of {self.tau.group} tokens"
-        return f"{name} ({self.speedup:.2f}x, tau {self.tau.tau:.2f})"
+        return f"{name} ({self.speedup or 0:.2f}x, tau {self.tau.tau:.2f})"
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ class Verdict:
     remarks: tuple[TimingRemark, ...]  # of times
     doubted: frozenset[str]  # stages whose times are odd
     checkpoint: str | None = None  # that the headline is about
-    groups: tuple["GroupLine", ...] = ()  # of the headline's tree
+    # of the headline's tree; without one, of the tree with the highest replayed tau
+    groups: tuple["GroupLine", ...] = ()
     sets: SetTable | None = None  # where several sets of prompts were measured
 
     def list_lines(self) -> list[str]:
@@ -136,7 +139,22 @@ class Verdict:
         num_hidden = len(self.warnings) - MAX_WARNINGS
         shown = [*self.warnings[:MAX_WARNINGS], *([f"and {num_hidden} more, on the page"] if num_hidden > 0 else [])]
         warnings = [f"! {line}" for line in [*shown, *summarise_remarks(self.remarks)]]
-        return [self.headline, *self.details, *(self.sets.format_lines() if self.sets else []), *warnings]
+        sets = self.sets.format_lines() if self.sets else []
+        return [self.headline, *self.details, *sets, *warnings, *self._list_sources()]
+
+    def _list_sources(self) -> list[str]:
+        """Return a table of tau by source; no line where there is one source."""
+        found = [part for part in self.groups if part.tau.by == "source"]
+        if not found:
+            return []
+        title = f"{format_tree(found[0].tau.tree)} with {found[0].checkpoint} by source"
+        rows = [
+            (tau.group, str(tau.answers), f"{tau.tau:.2f}", format_interval(tau.tau_low, tau.tau_high, ONE_PROMPT))
+            for tau in (part.tau for part in found[:MAX_SOURCES])
+        ]
+        more = len(found) - MAX_SOURCES
+        rest = [f"and {more} more sources, on the page"] if more > 0 else []
+        return ["", *align_columns([(title, "answers", "tau, replayed", "95% interval"), *rows]), *rest]
 
     def list_warnings(self) -> list[str]:
         """Return the page's warnings."""
@@ -176,7 +194,7 @@ def build_verdict(
         texts.append(
             f"{len(groups) - MAX_LINES} more groups of loads are in results/benchmark.csv and results/launch.json"
         )
-    parts = _judge_groups(lines[0], replayable, replays, group_taus or {}) if lines else ()
+    parts = _judge_groups(lines[:1], replayable, replays, group_taus or {})
     if texts and lines[0].kind != "launch" and (untrained := _describe_undertrained(replays)):
         texts.insert(0, untrained)
     unsupported = dict.fromkeys(
@@ -341,28 +359,36 @@ def _advise_rerun(conditions: SpeedupConditions, best: SpeedupEvidence) -> str:
 
 
 def _judge_groups(
-    line: VerdictLine,
+    lines: list[VerdictLine],
     replayable: Collection[str],
     replays: Mapping[str, list[ReplayedTree]],
     group_taus: Mapping[str, list[GroupTau]],
 ) -> tuple[GroupLine, ...]:
-    """Return the line's tree by source, the slowest first, and by context; none of which there is one, or of other prompts.
+    """Return the first line's tree by source, the slowest first, and by context; none of which there is one.
 
-    A cycle costs the same on all questions, so the speedup goes with tau; with longer contexts plain decoding costs more too.
+    Where that was not replayed, the tree with the highest replayed tau. A cycle costs the same on all questions, so the speedup
+    goes with tau; it is left open for other prompts and temperatures. With longer contexts plain decoding costs more too.
     """
-    chosen, workload = line.chosen, line.conditions.workload
-    tau = next(
-        (t.tau for t in replays.get(chosen.checkpoint, ()) if not t.temperature and t.shape.name == chosen.tree), None
-    )
-    rows = [row for row in group_taus.get(chosen.checkpoint, ()) if row.tree == chosen.tree]
-    numbers = Counter(row.by for row in rows)
-    found = [row for row in rows if numbers[row.by] > 1]
-    if tau is None or line.conditions.temperature or not (workload is None or workload in replayable):
+    trees = [tree for found in replays.values() for tree in select_temperature(found, 0)]
+    line = next(iter(lines), None)
+    advised = (line.chosen.checkpoint, line.chosen.tree) if line else None
+    tree = max(trees, key=lambda tree: ((tree.checkpoint, tree.shape.name) == advised, tree.tau), default=None)
+    if tree is None:
         return ()
-    one = chosen.speedup / tau
-    ends = [[None if end is None else end * one for end in (row.tau_low, row.tau_high)] for row in found]
-    judged = [GroupLine(row, row.tau * one, *pair) for row, pair in zip(found, ends, strict=True)]
-    by_source = sorted((part for part in judged if part.tau.by == "source"), key=lambda part: part.speedup)
+    rows = [row for row in group_taus.get(tree.checkpoint, ()) if row.tree == tree.shape.name]
+    numbers, per_tau = Counter(row.by for row in rows), None
+    if line and (tree.checkpoint, tree.shape.name) == advised:
+        is_replayed = line.conditions.workload is None or line.conditions.workload in replayable
+        per_tau = line.chosen.speedup / tree.tau if is_replayed and not line.conditions.temperature else None
+
+    def judge(row: GroupTau) -> GroupLine:
+        ends = (
+            None if tau is None or per_tau is None else tau * per_tau for tau in (row.tau, row.tau_low, row.tau_high)
+        )
+        return GroupLine(tree.checkpoint, row, *ends)
+
+    judged = [judge(row) for row in rows if numbers[row.by] > 1]
+    by_source = sorted((part for part in judged if part.tau.by == "source"), key=lambda part: part.tau.tau)
     return (*by_source, *(part for part in judged if part.tau.by == "context"))
 
 
@@ -371,7 +397,7 @@ def _judge_groups(
 
 def _describe_groups(lines: list[VerdictLine], groups: Sequence[GroupLine]) -> list[str]:
     """Return where the advised tree loses, or an unadvised one would pay: a mean over all answers hides either."""
-    if not groups:
+    if not lines:
         return []
     if lines[0].kind == "launch":
         losing = [str(group) for group in groups if group.high is not None and group.high < 1]

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 import polars as pl
 
-from stages.data import conversations, json_lines
+from stages.data import conversations, tool_calls
 from stages.data.conversations import describe_origin
 
 Messages = list[dict[str, Any]]
@@ -104,11 +104,12 @@ class RequestSelection:
         return sum(source.not_asked for source in self.sources.values())
 
 
-def select_requests(path: Path, max_requests: int | None) -> RequestSelection:
+def select_requests(path: Path, max_requests: int | None, is_even: bool = False) -> RequestSelection:
     """Select at most `max_requests` requests of a FIXED_SCHEMA file by whole conversations; None: all.
 
     Conversations are taken in the order of their content's hash; the last one may be cut after its first answers. So the
-    selection depends neither on the order of files nor on a row's position.
+    selection depends neither on the order of files nor on a row's position. With `is_even`, every source file gives as many
+    requests as any other while it has some, so that none is left out or judged by a few answers.
     """
     is_answer = pl.element().struct.field("role") == "assistant"
     count = pl.col("messages").list.eval(is_answer).list.sum().fill_null(0).cast(pl.Int32)
@@ -123,6 +124,9 @@ def select_requests(path: Path, max_requests: int | None) -> RequestSelection:
     available = selected = rows["available"].to_numpy()
     if max_requests is not None:
         order = np.argsort(rows["digest"].to_numpy(), kind="stable")
+        if is_even:
+            of_source = rows[order].select(pl.col("available").cum_sum().over("source")).to_series().to_numpy()
+            order = order[np.argsort(of_source - available[order], kind="stable")]
         before = np.cumsum(available[order]) - available[order]
         selected = np.zeros_like(available)
         selected[order] = np.clip(max_requests - before, 0, available[order])
@@ -156,9 +160,8 @@ def read_origins(path: Path, ids: Iterable[str]) -> list[str]:
 
 def _list_requests(row: dict[str, Any], position: int) -> list[TargetRequest]:
     try:
-        messages, tools, malformed = _build_messages(row), _parse_tools(row["tools"]), None
-    # fix_data does not check the content of `tools`
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        messages, tools, malformed = _build_messages(row), tool_calls.parse_tools(row["tools"]), None
+    except tool_calls.MalformedToolsError:  # of tables that fix_data of an older version wrote
         messages, tools, malformed = row["messages"], None, "malformed_tools"
     found: list[TargetRequest] = []
     trained = row["trained"] or [True] * len(messages)
@@ -259,10 +262,8 @@ def _build_messages(row: dict[str, Any]) -> Messages:
         if thought:
             more["reasoning_content"] = thought
         if calls_json and message["role"] == "assistant":
-            given = json.loads(calls_json)
-            given = [given] if isinstance(given, dict) else given
-            more["tool_calls"] = [_parse_tool_call(call, number) for number, call in enumerate(given, number)]
-            number += len(given)
+            more["tool_calls"] = tool_calls.parse_calls(calls_json, number)
+            number += len(more["tool_calls"])
             waiting = [call["id"] for call in more["tool_calls"]]
         if message["role"] == "tool":
             more |= json.loads(calls_json) if calls_json else {}
@@ -283,33 +284,3 @@ def _split_at_images(text: str, paths: Iterator[str]) -> list[dict[str, str]]:
         if words:
             parts.append({"type": "text", "text": words})
     return parts
-
-
-def _parse_tool_call(given: dict[str, Any], number: int) -> dict[str, Any]:
-    function = given.get("function", given)
-    arguments = function["arguments"]
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    if json_lines.is_too_deep(arguments):
-        raise ValueError("the arguments of a call are nested too deep for templates")
-    if not isinstance(arguments, dict) or not isinstance(function["name"], str):
-        raise ValueError("a call needs a name, and arguments by name")
-    # Nine letters and digits: Mistral's template accepts no other id.
-    return {
-        "id": str(given.get("id") or f"call{number:05d}"),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
-
-
-def _parse_tools(text: str | None) -> list[dict[str, Any]] | None:
-    """Return tools in OpenAI's form, with keys in the order of servers: templates render them as JSON."""
-    if text is None:
-        return None
-    found = []
-    for given in json.loads(text):
-        function = given.get("function", given)
-        if not isinstance(function["name"], str):
-            raise ValueError("a tool needs a name")
-        first = {key: function[key] for key in ("name", "description", "parameters") if key in function}
-        found.append({"type": "function", "function": {**first, **function}})
-    return found or None

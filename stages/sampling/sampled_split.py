@@ -51,7 +51,7 @@ class SampledSplit:
     mixture: list[tuple[float, float]]  # (temperature, weight)
     shards: ParquetShardWriter
     concurrency: int  # requests at once
-    # By reason, where more is known: the position of the first row that this run dropped, and the words on it.
+    # By reason: the position of the first row that this run dropped, and the words on it.
     first_dropped: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     @property
@@ -80,9 +80,9 @@ class SampledSplit:
 
     def drop_request(self, request: TargetRequest, error: UnusableRequestError) -> None:
         """Set a request that gives no row. Raises ValueError where all rows so far were dropped for one of STOPPING_REASONS."""
-        if error.details:  # servers' answers come in any order: the first is that of the data
-            dropped = (request.position, f"row {request.row}: {error.details}")
-            self.first_dropped[error.reason] = min(self.first_dropped.get(error.reason, dropped), dropped)
+        # Servers' answers come in any order: the first is that of the data.
+        dropped = (request.position, f"row {request.row}{f': {error.details}' if error.details else ''}")
+        self.first_dropped[error.reason] = min(self.first_dropped.get(error.reason, dropped), dropped)
         self._check_first_dropped(error.reason)
         self.shards.set_row(request.position, None, {f"dropped/{error.reason}": 1})
 
@@ -97,7 +97,7 @@ class SampledSplit:
             raise ValueError(f"sample_target: {problem}. The first: {first}")
 
     def describe_dropped(self) -> list[str]:
-        """Return a line for each reason of which more is known: how many rows were dropped for it, and the first."""
+        """Return a line for each reason: how many rows were dropped for it, and the first of this run."""
         return [
             f"{self.name}: {self.shards.counts[f'dropped/{reason}']} rows dropped as {reason}, the first: {first}"
             for reason, (_, first) in self.first_dropped.items()

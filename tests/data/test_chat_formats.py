@@ -153,7 +153,7 @@ ORDER = "an optional system message, then questions and answers in turn, tool re
          "turn 24 of 33 is of the role user, after one of the role user", ORDER),
         ({"messages": [PLAIN[0], {"role": "tool", "content": "x"}, PLAIN[1]]},
          "turn 2 of 3 is of the role tool, after one of the role user", ORDER),
-        ({"messages": [PLAIN[0], {**PLAIN[1], "tool_calls": [{}]}, {**PLAIN[1], "tool_calls": [{}]}, PLAIN[0], PLAIN[1]]},
+        ({"messages": [PLAIN[0], *[{**PLAIN[1], "tool_calls": [{"name": "f"}]}] * 2, PLAIN[0], PLAIN[1]]},
          "turn 4 of 5 is of the role user, after one of the role assistant with tool_calls", ORDER),
         ({"messages": [{"role": "tool", "content": "x"}]}, "turn 1 of 1 is of the role tool", ORDER),
         ({"messages": [{**PLAIN[0], "role": "system"}]}, "turn 1 of 1, the last, is of the role system", "a question behind it"),

@@ -16,7 +16,7 @@ NAMED = {"prompt": "Frage", "answer": "Antwort"}
 def rows_of(path: Path, columns: dict[str, str] | None = None) -> list[dict[str, Any]]:
     return [
         row or {}
-        for c in readers.read_all_chunks(path, None, {}, lambda file: columns)
+        for c in readers.read_all_chunks(path, {}, choose_columns=lambda file: columns)
         for _, row in readers.parse_chunk(c)
     ]
 

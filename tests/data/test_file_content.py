@@ -23,4 +23,4 @@ def test_an_unreadable_file_says_what_was_read_where_and_what_can_be(
     """Bug: a CSV named .jsonl was "expected one JSON object per line", without what it is and what could be read."""
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=words):
-        [row for c in readers.read_all_chunks(tmp_path / name, None, {}) for row in readers.parse_chunk(c)]
+        [row for c in readers.read_all_chunks(tmp_path / name, {}) for row in readers.parse_chunk(c)]

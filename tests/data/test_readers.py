@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from stages.data import readers
@@ -33,6 +34,9 @@ def zstd(data: bytes) -> bytes:
     return pa.compress(data, codec="zstd", asbytes=True)
 
 
+WRITTEN = pa.BufferOutputStream()
+pq.write_table(pa.table({"prompt": ["Nile"]}), WRITTEN, compression="none")
+PARQUET = WRITTEN.getvalue().to_pybytes()
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd,
 }  # fmt: skip
@@ -41,7 +45,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 def rows_of(path: Path, first: str | None = None) -> list[tuple[str, int, dict[str, Any]]]:
     return [
         (c.source, index, row)
-        for c in readers.read_all_chunks(path, first, {})
+        for c in readers.read_all_chunks(path, {}, lambda source: source == first)
         for index, row in readers.parse_chunk(c)
     ]
 
@@ -69,7 +73,7 @@ def test_an_array_on_one_line_is_never_whole_in_memory(tmp_path: Path, packed: s
     most = before
     try:
         chunks = 0
-        for chunk in readers.read_all_chunks(path, None, {}):
+        for chunk in readers.read_all_chunks(path, {}):
             chunks += len(chunk.rows)
             most = max(most, psutil.Process().memory_info().rss)
         _, peak = tracemalloc.get_traced_memory()
@@ -101,7 +105,13 @@ def test_another_kind_of_file_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "data"),
     [(f"a.jsonl{packed}", pack(LINES)[:-40]) for packed, pack in PACKERS.items() if packed]
-    + [("a.parquet", b"PAR1 and no more"), ("a.jsonl.gz", LINES), ("a.jsonl.xz", LINES), ("a.jsonl.bz2", LINES)],
+    + [
+        ("a.parquet", b"PAR1 and no more"),
+        ("a.parquet", PARQUET.replace(b"Nile", b"N\xffle")),
+        ("a.jsonl.gz", LINES),
+        ("a.jsonl.xz", LINES),
+        ("a.jsonl.bz2", LINES),
+    ],
 )
 def test_a_truncated_or_misnamed_file_is_named(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
@@ -141,7 +151,7 @@ def test_a_dataset_goes_through_datasets(tmp_path: Path, offline_cache: Path) ->
     (folder / "test.jsonl").write_bytes(LINES[: LINES.index(b"\n") + 1])
     path = pin(tmp_path / "talk.hub.yaml", dataset=str(folder))
     hub_records: dict[str, Any] = {}
-    found = [row for c in readers.read_all_chunks(path, None, hub_records) for row in readers.parse_chunk(c)]
+    found = [row for c in readers.read_all_chunks(path, hub_records) for row in readers.parse_chunk(c)]
     assert found == list(enumerate(ROWS))
     assert asdict(hub_records["talk.hub.yaml"]) == {
         "dataset": str(folder), "name": None, "split": "train", "revision": None, "commit": None, "rows": 50,
@@ -157,6 +167,8 @@ def test_a_stream_that_breaks_says_after_which_row(tmp_path: Path, monkeypatch: 
         yield from ({"prompt": "q", "answer": "a"} for _ in range(6000))
         raise ConnectionError("line cut")
 
+    monkeypatch.setattr(readers, "_check_data_files", lambda *arguments: None)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **k: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: datasets.IterableDataset.from_generator(rows))
     with pytest.raises(ValueError, match=r"to be had from the Hub after row 4096 \(ConnectionError: line cut\)"):
         rows_of(pin(tmp_path / "talk.hub.yaml", revision=COMMIT))
@@ -185,3 +197,84 @@ def test_an_incomplete_pin(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.hub.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         rows_of(tmp_path / "a.hub.yaml")
+
+
+# --- traps -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_out_of_the_folder_is_refused_without_a_word_of_its_content(tmp_path: Path) -> None:
+    """Bug: the lines of a private file became rows, and went to the cache, the remote and the target's server."""
+    (tmp_path / "key").write_text("secret\n")
+    raw = tmp_path / "raw"
+    (raw / "more").mkdir(parents=True)
+    (raw / "q.txt").symlink_to(tmp_path / "key")
+    for path in (raw, raw / "q.txt"):
+        with pytest.raises(
+            ValueError, match=r"q\.txt: expected a file in .* found one that is outside of its folder"
+        ) as error:
+            readers.list_files(path)
+        assert "secret" not in str(error.value)
+    (raw / "q.txt").unlink()
+    stored = tmp_path / "cache/files/md5/ab" / ("c" * 30)  # as DVC links its cache
+    stored.parent.mkdir(parents=True)
+    stored.write_bytes(LINES)
+    for link, target in (("a.jsonl", stored), ("more/b.jsonl", "../a.jsonl")):
+        (raw / link).symlink_to(target)
+    (tmp_path / "linked").symlink_to(raw)  # the folder that params.yaml names may be a link itself
+    assert [len(rows_of(path)) for path in (raw, tmp_path / "linked")] == [100, 100]
+
+
+def test_a_pin_reads_no_other_folder_and_no_file_that_a_card_names(tmp_path: Path, offline_cache: Path) -> None:
+    """Bug: a pin's dataset might be any folder, and the card of a dataset might name any file of this machine."""
+    raw, private = tmp_path / "raw", tmp_path / "private"
+    for folder in (raw / "talk", private):
+        folder.mkdir(parents=True)
+        (folder / "train.jsonl").write_bytes(LINES)
+    with pytest.raises(ValueError, match="is a folder outside of"):
+        rows_of(pin(raw / "a.hub.yaml", dataset=str(private)))
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: {private}/train.jsonl\n---\n"
+    (raw / "talk/README.md").write_text(card)
+    with pytest.raises(ValueError, match=r"its card names .*, expected files of its own"):
+        rows_of(pin(raw / "a.hub.yaml", dataset=str(raw / "talk")))
+
+
+def test_carriage_returns_end_lines(tmp_path: Path) -> None:
+    """Bug: a file of old Macs' line ends was one broken line, a .txt one question."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\r{"prompt": "b"}\r\n\r{"prompt": "c"}\n{"prompt": "d"}\r')
+    assert [row["prompt"] for _, _, row in rows_of(tmp_path / "a.jsonl")] == ["a", "b", "c", "d"]
+    (tmp_path / "a.txt").write_bytes(b"a\rb\r\nc")
+    assert [row["prompt"] for _, _, row in rows_of(tmp_path / "a.txt")] == ["a", "b", "c"]
+    (tmp_path / "a.csv").write_bytes(b"prompt,answer\ra,b\rc,d")
+    assert [row["prompt"] for _, _, row in rows_of(tmp_path / "a.csv")] == ["a", "c"]
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\r{"prompt: "b"}\r')
+    with pytest.raises(ValueError, match=r"line 2: expected .*; fix that line, or give another file"):
+        rows_of(tmp_path / "a.jsonl")
+
+
+def repeat(value: Any, count: int) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value]))
+
+
+TRAPS: dict[str, Callable[[Path], Any]] = {
+    "a.parquet": lambda path: pq.write_table(pa.table({"prompt": repeat("q" * 10**5, 50_000)}), path),
+    "b.parquet": lambda path: pq.write_table(
+        pa.table({"prompt": ["q"], "history": pa.ListArray.from_arrays([0, 10**6], repeat("z" * 2000, 10**6))}), path
+    ),
+    "c.parquet": lambda path: pq.write_table(pa.table({"prompt": pa.nulls(40 << 20)}), path, row_group_size=40 << 20),
+    "d.parquet": lambda path: pq.write_table(pa.table({"prompt": ["x" * (200 << 20)]}), path, compression="brotli"),
+    "a.json.gz": lambda path: path.write_bytes(gzip.compress(b'[{"prompt": "' + b"x" * (200 << 20), 1)),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(b'{"prompt": "' + b"x" * (200 << 20), 1)),
+    "a.csv.gz": lambda path: path.write_bytes(gzip.compress(b"prompt\n" + b'"\n",' * (20 << 20), 1)),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_a_small_file_that_decodes_to_gigabytes_is_refused_in_time(tmp_path: Path, name: str) -> None:
+    """Bug: 484 bytes of Parquet took 3.9 GiB, 1,971 bytes 9.4 GiB and a panic; a .json.gz 3.6 GiB before it was refused."""
+    TRAPS[name](tmp_path / name)
+    assert (tmp_path / name).stat().st_size < 1 << 21
+    before = psutil.Process().memory_info().rss
+    used: list[int] = []
+    with pytest.raises(ValueError, match=rf"{name}.* expected "):
+        used.extend(psutil.Process().memory_info().rss - before for _ in readers.read_all_chunks(tmp_path / name, {}))
+    assert max([*used, psutil.Process().memory_info().rss - before]) < 1 << 30

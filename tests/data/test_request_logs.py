@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages.data import chat_formats, readers, request_logs
+from stages.data import chat_formats, readers, request_logs, tool_calls
 from stages.data.row_images import DroppedRowError
 
 ASK = {"role": "user", "content": "Name a river."}
@@ -89,7 +89,7 @@ def test_a_batchs_output_is_joined_with_its_input(tmp_path: Path) -> None:
     for name, rows in (("in.jsonl", inputs), ("out.jsonl", outputs)):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     found, dropped = {}, []
-    for chunk in readers.read_all_chunks(tmp_path, None, {}):
+    for chunk in readers.read_all_chunks(tmp_path, {}):
         for _, row in readers.parse_chunk(chunk):
             assert row is not None
             try:
@@ -105,7 +105,7 @@ def test_a_batchs_output_is_joined_with_its_input(tmp_path: Path) -> None:
 
 def test_a_text_file_has_a_question_a_line_and_is_no_data_beside_data(tmp_path: Path) -> None:
     (tmp_path / "questions.txt").write_text("Name a river.\n\nName a lake.\n")
-    (chunk,) = readers.read_all_chunks(tmp_path, None, {})
+    (chunk,) = readers.read_all_chunks(tmp_path, {})
     assert [(n, row) for n, row in readers.parse_chunk(chunk)] == [
         (0, {"prompt": "Name a river."}),
         (2, {"prompt": "Name a lake."}),
@@ -125,3 +125,77 @@ def test_the_rest_of_a_question_is_asked_or_refused() -> None:
 def test_an_empty_system_message_is_kept() -> None:
     """Bug: the row was dropped as empty_turn, though an empty system message is not none: templates have a default."""
     assert read({"messages": [{"role": "system", "content": ""}, ASK, ANSWER]})[0] == {"role": "system", "content": ""}
+
+
+def chunk(text: str | None, **more: Any) -> dict[str, Any]:
+    return {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": text, **more}}]}
+
+
+def send(*chunks: Any) -> str:
+    return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n"
+
+
+HELLO = [chunk(None, role="assistant"), chunk("Hel"), chunk("lo"), {"object": "chat.completion.chunk", "choices": []}]
+PARTS = [
+    {"index": 0, "id": "a", "function": {"name": "f", "arguments": ""}}, {"index": 0, "function": {"arguments": '{"x": '}},
+    {"index": 0, "function": {"arguments": "1}"}},
+]  # fmt: skip
+ANTHROPIC = [
+    {"type": "message_start", "message": {"id": "m"}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hello"}},
+]
+FAILED = {"error": {"message": "overloaded"}}
+
+
+@pytest.mark.parametrize(
+    ("response", "said"),
+    [
+        (send(*HELLO), "Hello"), (f": ping\r\n\r\n{send(*HELLO)}", "Hello"), (HELLO, "Hello"), (json.dumps(HELLO), "Hello"),
+        ([f"data: {json.dumps(one)}" for one in HELLO], "Hello"), ("\n".join(map(json.dumps, HELLO)), "Hello"),
+        (send(*({"choices": [{"index": 0, "text": text}]} for text in ("Hel", "lo"))), "Hello"),
+        ("event: message_start\n" + send(*ANTHROPIC), "Hello"),
+        (send({"type": "response.output_text.delta", "delta": "Hello"}), "Hello"),
+        ([{"message": {"content": text}, "done": text == "lo"} for text in ("Hel", "lo")], "Hello"),
+        ("data: of 1999", "data: of 1999"), ('{"a": 1}\n{"b": 2}', '{"a": 1}\n{"b": 2}'),
+        (None, None), (FAILED, None), (json.dumps(FAILED), None), (send(FAILED), None), (send(*HELLO, FAILED), None),
+        ({"object": "error", "message": "x", "code": 400}, None), ({"detail": "x"}, None), ([], None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_answer_of_a_log_is_what_was_said(response: Any, said: str | None) -> None:
+    """Bug: the text of a stream was an answer as it came, its chunks and errors were lost without a word."""
+    row = request_logs.unwrap_log({"request": {"messages": [{"role": "user", "content": "?"}]}, "response": response})
+    messages = chat_formats.parse_conversation(row, "messages", None).messages
+    assert [m["content"] for m in messages] == (["?"] if said is None else ["?", said])
+    assert ("response without an answer" in chat_formats.list_unread_keys(row, "messages")) == (said is None)
+
+
+def test_the_calls_of_a_stream_are_joined() -> None:
+    row = {
+        "messages": [{"role": "user", "content": "?"}],
+        "response": [chunk(None, tool_calls=[part]) for part in PARTS],
+    }
+    (_, calls) = chat_formats.parse_conversation(row, "messages", None).tool_calls or []
+    (call,) = tool_calls.parse_calls(str(calls))
+    assert call == {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+@pytest.mark.parametrize("given", ["{}", "", " ", "null", "None", None, ..., {}, [], "[]", '"{}"', '""'])
+def test_a_call_without_arguments_has_none_in_any_spelling(given: Any) -> None:
+    """Bug: four of six spellings lost the whole conversation, in sample_target and without a line on it."""
+    function = {"name": "clock"} | ({} if given is ... else {"arguments": given})
+    (call,) = tool_calls.parse_calls(json.dumps([{"function": function}]))
+    assert call == {"id": "call00000", "type": "function", "function": {"name": "clock", "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("tool_calls", [{"function": {"arguments": "{}"}}]), ("tool_calls", [{"function": {"name": "f", "arguments": "x"}}]),
+     ("tool_calls", [{"function": {"name": "f", "arguments": [1]}}]), ("tool_calls", ["f"]), ("tools", [{"type": "function"}])],
+)  # fmt: skip
+def test_tools_that_no_template_takes_drop_the_row_where_preview_shows_it(key: str, value: Any) -> None:
+    """Bug: such rows were clean to fix_data, and dropped by sample_target after the target was loaded."""
+    row: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+    (row["messages"][1] if key == "tool_calls" else row)[key] = value
+    with pytest.raises(DroppedRowError, match="malformed_tools") as error:
+        chat_formats.parse_conversation(row, "messages", None)
+    assert error.value.found and error.value.expected.startswith("calls and tools with a name")

@@ -61,9 +61,9 @@ def test_a_hub_dataset_in_the_stage(home: Path, monkeypatch: pytest.MonkeyPatch)
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "cache")
-    Path("talk").mkdir()
-    Path("talk/train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in pairs(60)))
-    Path("data/talk.hub.yaml").write_text("dataset: talk\nname: null\nsplit: train\nrevision: null\n")
+    Path("data/talk").mkdir()
+    Path("data/talk/train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in pairs(60)))
+    Path("data/talk.hub.yaml").write_text("dataset: data/talk\nname: null\nsplit: train\nrevision: null\n")
     set_lines(raw="data/talk.hub.yaml")
     _, _, report = outcome()
     assert report["clean"] == 60 and report["formats"] == {"prompt_answer": 60}

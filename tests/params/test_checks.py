@@ -111,27 +111,36 @@ def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.Monk
         checks.check_target(schema.load_params())
 
 
-def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
+def test_an_eval_file_fits_files_of_the_raw_folder() -> None:
     edit_params_text(("eval_file: null", "eval_file: test.jsonl"))
-    Path("data/raw").mkdir(parents=True)
-    raw, test = Path("data/raw/weather_toon.jsonl"), Path("data/raw/test.jsonl")
-    raw.touch()
-    test.touch()  # beside the raw file, where DVC would not see it change
-    with pytest.raises(ValueError, match=r"fix_data\.eval_file is test\.jsonl, expected a file in the folder"):
+    Path("data/raw/bench").mkdir(parents=True)
+    files = ("weather_toon.jsonl", "test.jsonl", "bench/b1.jsonl", "bench/b2[x].jsonl")
+    for name in files:
+        Path("data/raw", name).touch()  # test.jsonl is beside the raw file, where DVC would not see it change
+    with pytest.raises(ValueError, match=r"eval_file names test\.jsonl, expected .* as seen from fix_data\.raw"):
         checks.check_raw_exists(schema.load_params())
-    edit_params_text(
-        ("raw: data/raw/weather_toon.jsonl", "raw: data/raw"), ("eval_file: null", "eval_file: test.jsonl")
-    )
-    p = schema.load_params()
-    checks.check_raw_exists(p)
-    assert p.fix_data.eval_path() == test
-    edit_params_text(("raw: data/raw/weather_toon.jsonl", "raw: data/raw"), ("eval_file: null", f"eval_file: {test}"))
-    with pytest.raises(ValueError, match=r"expected its path in fix_data\.raw; write test\.jsonl"):
-        checks.check_raw_exists(schema.load_params())
-    edit_params_text(("eval_file: null", "eval_file: weather_toon.jsonl"))
-    p = schema.load_params()
-    checks.check_raw_exists(p)
-    assert p.fix_data.eval_path() == raw
+
+    def find_eval_files(given: Any, raw: str = "data/raw") -> list[str]:
+        set_values({("fix_data", "eval_file"): given, ("fix_data", "raw"): raw})
+        checks.check_raw_exists(p := schema.load_params())
+        return [file for file in files if p.fix_data.is_eval_source(file)]
+
+    assert find_eval_files("weather_toon.jsonl", "data/raw/weather_toon.jsonl") == ["weather_toon.jsonl"]
+    assert find_eval_files("test.jsonl") == ["test.jsonl"]
+    both = ["bench/b1.jsonl", "bench/b2[x].jsonl"]
+    for given in ("bench", "./bench/", "bench/b*.jsonl", both, ["bench/b1.jsonl", "bench/*[[]x].jsonl"]):
+        assert find_eval_files(given) == both
+    for given, message in (
+        ("data/raw/test.jsonl", r"as seen from fix_data\.raw, .*; write test\.jsonl$"),
+        ("data/raw/bench/b*", r"; write bench/b\*$"),
+        (["bench/b1.jsonl", "bench/b7.jsonl"], r"names bench/b7\.jsonl"),
+        ("ben", "names ben"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_eval_files(given)
+    for given in ([], [""], ["a", 3], {"a": 1}):
+        with pytest.raises(ValueError, match=r"fix_data\.eval_file: expected a path in raw"):
+            find_eval_files(given)
 
 
 ASKED = {"prompt": "question", "answer": "reply"}

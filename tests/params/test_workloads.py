@@ -78,21 +78,12 @@ BAD_SETS = [
     (
         "math",
         {"split": "test"},
-        "from is the file data/prompt_sets/a.jsonl, expected name, split and revision to be null",
+        "from is data/prompt_sets/a.jsonl, expected split to be null: only the id of a dataset",
     ),
-    (
-        "math",
-        {"from": "elsewhere/a.jsonl"},
-        "from is elsewhere/a.jsonl, expected a file or folder in data/prompt_sets/",
-    ),
-    (
-        "math",
-        {"from": "data/prompt_sets/../a.json"},
-        "from is data/prompt_sets/../a.json, expected a file or folder in",
-    ),
-    ("math", {"from": "./gsm8k", "split": "test"}, "from is ./gsm8k, expected a file or folder in data/prompt_sets/"),
-    ("math", {"from": "/sets/gsm8k", "split": "test"}, "or a dataset's id (owner/name); put it there"),
-    ("math", {"from": "openai/gsm8k"}, "from is the dataset openai/gsm8k, expected split to say which part of it"),
+    ("math", {"revision": "main"}, "from is the path data/prompt_sets/a.jsonl, expected name and revision to be null"),
+    ("math", {"from": "/sets/gsm8k", "split": "test"}, "from is /sets/gsm8k, expected split to be null"),
+    ("math", {"from": "openai/gsm8k"}, "from is openai/gsm8k, which is no path here; expected split to say which part"),
+    ("math", {"columns": {"prompt": "Frage"}}, "format is gsm8k, expected null while columns names the columns"),
     ("math", {"format": "mmlu"}, "expected 'mt_bench', 'gsm8k', 'humaneval', 'alpaca' or 'math500', found 'mmlu'"),
     ("eval", {}, "sets.eval: eval, random, written are reserved; choose another name"),
 ]

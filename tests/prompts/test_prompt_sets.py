@@ -136,8 +136,39 @@ def test_ids_are_each_rows_own() -> None:
 def test_no_file_and_no_rows() -> None:
     with pytest.raises(ValueError, match=r"^none\.jsonl not found; put the set's file there"):
         read("none.jsonl", "gsm8k")
-    with pytest.raises(ValueError, match=r"^set\.jsonl: expected rows of format gsm8k, found none"):
+    with pytest.raises(ValueError, match=r"^set\.jsonl: expected rows of prompts, found none"):
         read(write(), "gsm8k")
+
+
+def test_a_set_without_a_format_is_what_the_data_may_be() -> None:
+    """Texts, tables by known names and by a map, conversations, logs, and a folder of these, whose ids name their files."""
+    Path("own").mkdir()
+    Path("own/a.txt").write_text("Name a river.\n\nName a lake.\r\nAnd a sea?\r")
+    asked = [["Name a river."], ["Name a lake."], ["And a sea?"]]
+    assert [p.turns for p in prompt_sets.read_prompt_set("own/a.txt")] == asked
+    Path("own/b.csv").write_text("nr,Frage\n1,Wo?\n2,Wann?\n")
+    columns = {"prompt": "Frage", "id": "nr"}
+    named = prompt_sets.read_prompt_set("own/b.csv", columns=columns)
+    assert [(p.id, p.turns) for p in named] == [("1", ["Wo?"]), ("2", ["Wann?"])]
+    with pytest.raises(ValueError, match=r"b\.csv: expected columns of a known format .* of the prompt set"):
+        prompt_sets.read_prompt_set("own/b.csv")
+    Path("own/b.csv").write_text("question\nWo?\n")
+    talk = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
+    write(
+        {"messages": talk},
+        {"turns": ["a", "b"], "question_id": 7},
+        {"request": {"messages": talk[1:2]}},
+        name="own/c.jsonl",
+    )
+    found = prompt_sets.read_prompt_set("own")  # beside data a text is a note
+    assert [(p.id, p.turns, p.system) for p in found] == [
+        ("b.csv:0", ["Wo?"], None), ("c.jsonl:0", ["user", "user"], "system"), ("c.jsonl:7", ["a", "b"], None),
+        ("c.jsonl:2", ["user"], None),
+    ]  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"^own/d\.jsonl, line 2: .*empty_turn.*; fix it, or correct .* format \(null\)"
+    ):
+        prompt_sets.read_prompt_set(write({"prompt": "a"}, {"prompt": " "}, name="own/d.jsonl"))
 
 
 # --- the Hub ---------------------------------------------------------------------------------------------------------

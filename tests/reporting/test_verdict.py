@@ -93,6 +93,32 @@ def test_a_mean_hides_no_source_or_context_that_loses_or_pays() -> None:
     assert [group.tau.by for group in found.groups] == ["context", "context"]  # one source is all of them
 
 
+def test_tau_of_each_eval_file_is_shown_without_timings() -> None:
+    """Bug: tau by source was shown of a tree that was timed alone, though every replay has it."""
+    trees = [
+        replayed_chain(0.7),
+        replayed_chain(0.7).model_copy(update={"num_steps": 6, "num_draft_tokens": 7, "tau": 3.0}),
+    ]
+    row = GroupTau(
+        by="source", group="b1.jsonl", answers=40, cycles=99, tree="t6_1_7", tau=3.1, tau_low=2.9, tau_high=3.3
+    )
+    other = row.model_copy(
+        update={"group": "bench/b2.jsonl", "answers": 1, "tau": 2.5, "tau_low": None, "tau_high": None}
+    )
+    chain = [one.model_copy(update={"tree": "t3_1_4"}) for one in (row, other)]
+    groups = {"e009": [*chain, row, other], "e003": [row]}
+    found = give(replays={"e009": trees, "e003": [replayed_chain(0.5)]}, groups=groups)
+    assert found.kind == "unknown" and [part.speedup for part in found.groups] == [None, None]
+    head, *lines = found.list_lines()[-3:]
+    assert head == "6_1_7 (6_1_6) with e009 by source  answers  tau, replayed  95% interval"
+    assert [line.split(maxsplit=3) for line in lines] == [
+        ["bench/b2.jsonl", "1", "2.50", "one prompt"], ["b1.jsonl", "40", "3.10", "2.90-3.30"],
+    ]  # fmt: skip
+    fast = give([predict(1.5, 1.4, 1.6, num_steps=3, topk=1, num_draft_tokens=4)], replays={"e009": trees},
+        groups=groups)  # fmt: skip
+    assert {part.tau.tree for part in fast.groups} == {"t3_1_4"} and all(part.speedup for part in fast.groups)
+
+
 MEASURE = "measure it before you rely on it (benchmark.checkpoints, workloads and trees)"
 
 

@@ -21,10 +21,12 @@ def row(name: str, turns: str, **changes: Any) -> dict[str, Any]:
     return {"id": name, "messages": messages, "source": "x", "source_row": 0, "verdict": "clean", **empty, **changes}
 
 
-def read_all(tmp_path: Path, rows: list[dict[str, Any]], most: int | None = None) -> list[list[requests.TargetRequest]]:
+def read_all(
+    tmp_path: Path, rows: list[dict[str, Any]], most: int | None = None, is_even: bool = False
+) -> list[list[requests.TargetRequest]]:
     path = tmp_path / "train.parquet"
     conversations.write_table(path, pl.DataFrame(rows, schema=conversations.FIXED_SCHEMA), conversations.FIXED_SCHEMA)
-    return list(requests.read_requests(path, requests.select_requests(path, most)))
+    return list(requests.read_requests(path, requests.select_requests(path, most, is_even)))
 
 
 def names_of(found: list[list[requests.TargetRequest]]) -> set[str]:
@@ -122,3 +124,7 @@ def test_a_few_requests_are_from_every_file(tmp_path: Path) -> None:
     assert selection.num_unrequested == 300
     assert selection.sources["b.jsonl"].asked == sum(name.startswith("b") for name in found)
     assert selection.sources["b.jsonl"].asked + selection.sources["b.jsonl"].not_asked == 100
+    rows += rows_of("c.jsonl", 20)
+    for most, asked in ((100, [40, 40, 20]), (250, [130, 100, 20])):
+        names = names_of(read_all(tmp_path, rows, most, is_even=True))
+        assert [sum(name.startswith(source) for name in names) for source in "abc"] == asked
