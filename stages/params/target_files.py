@@ -4,6 +4,7 @@
 """
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ TOKENIZER_FILES = (
     "spiece.model",
 )
 TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*.jinja", "tekken.json")  # tekken.json implies its own
+READ_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".py")  # of files that are read
 MAX_SHOWN = 4
 CONVERSION = (
     'python -c "import glob, torch; from safetensors.torch import save_file; t = {k: v.contiguous().clone() for f in '
@@ -33,11 +35,22 @@ CONVERSION = (
 )
 
 
+def check_file_kinds(folder: Path) -> None:
+    """Raise ValueError for a folder, a pipe or a broken link in the place of a file of the target: reading it may never end."""
+    for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+        if path.suffix in READ_SUFFIXES and not path.is_file():
+            kind = "a link to nothing"
+            if path.exists():
+                kind = "a folder" if path.is_dir() else f"a {stat.filemode(path.stat().st_mode)[0]!r} (see ls -l)"
+            raise ValueError(f"{path} is {kind}, expected a file; remove it, or copy or download the file again")
+
+
 def check_target_folder(model: str, folder: Path, has_template: bool, trust_remote_code: bool) -> None:
     """Raise ValueError where `folder`, of the target `model`, lacks a file that prepare_target needs.
 
     `has_template` is whether target.chat_template names one. Remote code may bring a template of its own.
     """
+    check_file_kinds(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{PARAMS_FILE}: target.model {model} has no config.json, expected the folder of a transformers model; name its "

@@ -127,5 +127,6 @@ def check_end_tokens(model: str, vocab_size: int, eos_token_ids: list[int]) -> N
     if wrong := [token for token in eos_token_ids if not 0 <= token < vocab_size]:
         raise ValueError(
             f"params.yaml: target.model {model}: eos_token_id is {', '.join(map(str, wrong))}, expected ids below "
-            f"{vocab_size}, the size of its vocabulary; correct eos_token_id in its generation_config.json and config.json"
+            f"{vocab_size}, the size of its vocabulary; correct eos_token_id in its "
+            "generation_config.json and config.json, its tokenizer's eos_token, or the chat template, which closes answers by it"
         )

@@ -62,6 +62,7 @@ class TargetManifest:
     eos_token_ids: list[int]
     lm_head_key: str | None = None  # the head's tensor, where its name is unusual
     chat_template: str | None = None  # Jinja, instead of the tokenizer's own
+    date: str | None = None  # that the chat template shows as today's, in ISO form
     template: TemplateFacts = TemplateFacts()  # what the chat template shows
     image_token_id: int | None = None  # where hidden states support images
     logits_scale: float = 1.0  # the target's logits are this times final hidden states times its head (`head_check`)
