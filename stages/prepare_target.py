@@ -83,9 +83,16 @@ def _make_target(p: schema.Params, folder: Path) -> TargetManifest:
         weights = gguf_target.write_gguf_target(Path(p.target.model), folder)
     else:
         _make_builtin_target(p, folder)
-    config = foreign_files.read_config(folder, False)
-    supported_targets.check_target_config(p, config)
-    return replace(describe_target(p.target.model, None, config, folder, p.target.feature_layers), weights=weights)
+    return replace(_describe_config(p, folder, None, False), weights=weights)
+
+
+def _describe_config(p: schema.Params, folder: Path, revision: str | None, trust_remote_code: bool) -> TargetManifest:
+    """Check the config in `folder`, and return the manifest by it. Raises ValueError where the target can't be used."""
+    config = foreign_files.read_config(folder, trust_remote_code)
+    with foreign_files.refuse_unreadable(f"{folder}/config.json", "a config by which transformers builds its class"):
+        supported_targets.check_target_config(p, config)
+        target = describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
+        return replace(target, weights=quantisation.describe_weights(config))
 
 
 def _make_builtin_target(p: schema.Params, folder: Path) -> None:
@@ -135,12 +142,8 @@ def _pin_target(p: schema.Params) -> TargetManifest:
     folder, revision = Path(p.target.model), None
     if not folder.is_dir():
         folder, revision = _fetch_from_hub(p.target.model, p.target.revision)
-    config = foreign_files.read_config(folder, p.target.trust_remote_code)
-    supported_targets.check_target_config(p, config)
-    weights = quantisation.describe_weights(config)
-    target = replace(
-        describe_target(p.target.model, revision, config, folder, p.target.feature_layers), weights=weights
-    )
+    target_files.check_file_kinds(folder)
+    target = _describe_config(p, folder, revision, p.target.trust_remote_code)
     if revision is not None:
         return target
     digest, sample = manifest.digest_files(folder, manifest.WEIGHTS), manifest.sample_weights(folder)

@@ -49,7 +49,9 @@ def open_servers(
         )
     own_args: list[str] = []
     if s.launch in ("sglang", "vllm") and context.target.chat_template is not None:
-        own_args = server.format_flags({"--chat-template": str(manifest.TARGET_FOLDER.resolve() / "chat_template.jinja")})
+        own_args = server.format_flags(
+            {"--chat-template": str(manifest.TARGET_FOLDER.resolve() / "chat_template.jinja")}
+        )
     if s.launch == "llama.cpp":
         # Its cache is one for all slots (-kvu), so that a long conversation may take of the others'.
         folder = str(gguf_files.make_gguf(context.folder, t.dtype, None, t.trust_remote_code))

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import logging
 
 from stages.params import target_files
 from stages.params.units import list_first
-from stages.target import quantisation
+from stages.target import foreign_files, quantisation
 from stages.target.loading import select_auto_class
 
 MAX_NAMES = 4  # of tensors in a message; further ones are counted
@@ -32,7 +32,7 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
     try:
         found = _load_names(folder, trust_remote_code)
     except Exception as error:  # a class may raise anything
-        words = (str(error).strip().splitlines() or [""])[0][:300]
+        words = " ".join(str(error).split())[:300]
         # Remote code may need memory for its weights to be built, and a quantisation its own device.
         is_quantised = _is_quantised(folder)
         if trust_remote_code or (is_quantised and not isinstance(error, ImportError)):
@@ -104,14 +104,14 @@ def _find_broken(folder: Path) -> list[str]:
     """Return the names of the tensors that hold NaN or infinity."""
     broken = []
     for file in target_files.list_weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dict
-                    tensor = tensors.get_tensor(name)
-                    if tensor.is_floating_point() and not _is_finite(tensor):
-                        broken.append(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is cut or broken ({error}); get the target's weights again") from None
+        with (
+            foreign_files.refuse_unreadable(str(file), "the target's weights"),
+            safe_open(file, framework="pt") as tensors,
+        ):
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                tensor = tensors.get_tensor(name)
+                if tensor.is_floating_point() and not _is_finite(tensor):
+                    broken.append(name)
     return broken
 
 

@@ -15,14 +15,14 @@ from stages.telemetry.machine_errors import explain_machine_error
 def refuse_unreadable(file: str, expected: str) -> Iterator[None]:
     """Raise ValueError, of one line that names `file`, where the block fails: a library there parses bytes of others.
 
-    Such libraries raise anything: errors of JSON and of types, KeyError, AssertionError, panics of Rust. An error of the machine
-    (memory, disk, a GPU, permission) stays.
+    Such libraries raise anything: errors of JSON and of types, KeyError, AssertionError, panics of Rust. An error of our own in
+    the block stays, and one of the machine (memory, disk, a GPU, permission).
     """
     try:
         yield
     except BaseException as error:
         is_panic = type(error).__name__ == "PanicException"
-        if not (is_panic or isinstance(error, Exception)) or explain_machine_error(error, ""):
+        if not (is_panic or isinstance(error, Exception)) or _is_ours(error) or explain_machine_error(error, ""):
             raise
         words = " ".join(str(error).split())
         found = f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__
@@ -30,6 +30,14 @@ def refuse_unreadable(file: str, expected: str) -> Iterator[None]:
             f"{file}: expected {expected}, found none that can be read ({found}); get the target's files again, those of a "
             "builtin target by: dvc repro -f -s prepare_target"
         ) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether our own code has raised this ValueError, which then names its file."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return isinstance(error, ValueError) and str(trace and trace.tb_frame.f_globals["__name__"]).startswith("stages.")
 
 
 def read_config(folder: Path | str, trust_remote_code: bool) -> PretrainedConfig:
