@@ -4,7 +4,6 @@
 """
 
 import json
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,7 @@ def check_file_kinds(folder: Path) -> None:
     """Raise ValueError for a folder, a pipe or a broken link in the place of a file of the target: reading it may never end."""
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         if path.suffix in READ_SUFFIXES and not path.is_file():
-            kind = "a link to nothing"
-            if path.exists():
-                kind = "a folder" if path.is_dir() else f"a {stat.filemode(path.stat().st_mode)[0]!r} (see ls -l)"
+            kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "a link to nothing"
             raise ValueError(f"{path} is {kind}, expected a file; remove it, or copy or download the file again")
 
 

@@ -179,15 +179,16 @@ def fix_date(template: str | dict[str, str], day: datetime.date) -> str:
 def list_dated_prompts(
     tokenizer: Any, fixed: datetime.date, messages: Messages, thinking: bool | None, tools: Messages | None
 ) -> Iterator[list[int]]:
-    """Yield the prompt as a server has rendered it by its own today: of each day since `fixed`, the last first."""
+    """Yield the prompt as a server has rendered it by its own today: today's, of each day back to `fixed`, and of the days around,
+    which other time zones have.
+    """
     own = tokenizer.chat_template.split("{% endmacro %}\n", 1)[1]
-    day = datetime.date.today() + datetime.timedelta(1)  # of another time zone
-    while day > fixed - datetime.timedelta(2):
+    today = datetime.date.today()
+    for ago in (*range((today - fixed).days + 2), -1):
         other = copy.copy(tokenizer)
-        other.chat_template = fix_date(own, day)
+        other.chat_template = fix_date(own, today - datetime.timedelta(ago))
         _facts_by_tokenizer[other] = probe_template(tokenizer)
         yield encode_prompt(other, messages, thinking, tools)
-        day -= datetime.timedelta(1)
 
 
 def list_hidden_kinds(tokenizer: Any, messages: Messages, tools: Messages | None) -> list[str]:

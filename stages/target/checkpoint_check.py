@@ -27,7 +27,9 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
     """Raise ValueError naming the tensors that the target's files lack, that its class does not know, that have another shape,
     or that are not finite; and where its class can't be built at all, as without the library of its quantisation.
     """
-    target_files.list_weight_files(folder)
+    for file in target_files.list_weight_files(folder):
+        with foreign_files.refuse_unreadable(str(file), "safetensors"), safe_open(file, framework="pt"):
+            pass
     key = f"params.yaml: target.model {model}"
     try:
         found = _load_names(folder, trust_remote_code)

@@ -55,7 +55,7 @@ class PromptEncoder:
     def list_dated_prompts(
         self, row: str, messages: Messages, tools: Messages | None, images: list[str]
     ) -> Iterator[list[int]]:
-        """Yield the prompt as a server has rendered it by its own today: of each day since `date`, the last first."""
+        """Yield the prompt of other days (`chat_template.list_dated_prompts`), its images expanded."""
         assert self.date is not None
         for ids in chat_template.list_dated_prompts(self.tokenizer, self.date, messages, self.thinking, tools):
             yield self.expand_images(row, ids, images)
