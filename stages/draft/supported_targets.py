@@ -8,12 +8,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from stages.draft import rotary
 from stages.params import checks, schema
 from stages.params.section import PARAMS_FILE
-from stages.target import chat_template, config_facts, feature_layers, head_check, layer_state, loading, quantisation
+from stages.target import (
+    chat_template,
+    config_facts,
+    feature_layers,
+    foreign_files,
+    head_check,
+    layer_state,
+    loading,
+    quantisation,
+)
 from stages.target.manifest import TargetManifest
 
 
@@ -34,14 +43,17 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
             "target, as Llama, Qwen3, Mixtral or Gemma 3"
         )
     checks.check_draft_vocab(params, config.get_text_config().vocab_size)
-    shapes = config_facts.read_config_facts(config)
+    try:
+        shapes = config_facts.read_config_facts(config)
+        if checks.inherits_rope(params):
+            rotary.check_rope(shapes["rope"], shapes["head_dim"])
+    except ValueError as error:
+        raise ValueError(f"{PARAMS_FILE}: target.model {model}: {error}") from None
     if "mrope_section" in shapes["rope"] and (window := layer_state.read_sliding_window(config)) is not None:
         checks.check_sliding_window(params, window)
     layers = resolve_feature_layers(model, params.target.feature_layers, shapes["num_layers"])
     own_layers = feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
     checks.check_feature_layers(params, layers, own_layers)
-    if checks.inherits_rope(params):
-        rotary.check_rope(shapes["rope"], shapes["head_dim"])
     if (block := head_check.build_first_block(config)) is not None:
         loading.check_layers(block, model)
 
@@ -83,10 +95,11 @@ def main(file: str, folder: str) -> None:
     code of the target's own, is left to prepare_target.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = foreign_files.read_config(folder, trust_remote_code=False)
     except Exception:  # of broken files, which may raise anything
         return
-    check_target_config(schema.load_params(Path(file)), config)
+    with foreign_files.refuse_unreadable(f"{folder}/config.json", "a config by which transformers builds its class"):
+        check_target_config(schema.load_params(Path(file)), config)
 
 
 if __name__ == "__main__":

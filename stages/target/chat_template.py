@@ -55,6 +55,7 @@ def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | No
     """
     with foreign_files.refuse_unreadable(str(source), "the target's config.json and tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        tokenizer.decode(tokenizer.encode("a"))  # settings of a wrong type come to light here
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
@@ -179,8 +180,8 @@ def fix_date(template: str | dict[str, str], day: datetime.date) -> str:
 def list_dated_prompts(
     tokenizer: Any, fixed: datetime.date, messages: Messages, thinking: bool | None, tools: Messages | None
 ) -> Iterator[list[int]]:
-    """Yield the prompt as a server has rendered it by its own today: today's, of each day back to `fixed`, and of the days around,
-    which other time zones have.
+    """Yield the prompt as a server has rendered it by its own today: of today, of each day back to `fixed`, and of the two days
+    around, by other time zones.
     """
     own = tokenizer.chat_template.split("{% endmacro %}\n", 1)[1]
     today = datetime.date.today()

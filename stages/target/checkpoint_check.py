@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from stages.params import target_files
@@ -79,7 +79,7 @@ def _load_names(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     logging.set_verbosity(logging.CRITICAL)  # its table of the same names
     logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = foreign_files.read_config(folder, trust_remote_code)
         _, report = quantisation.load_dequantised(
             select_auto_class(config),
             str(folder),

@@ -10,6 +10,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from stages.telemetry.machine_errors import explain_machine_error
 
+COUNTED = ("layers", "heads", "experts", "n_layer", "n_head")  # ends of keys of a config
+MOST_PARTS = 100_000
+
 
 @contextmanager
 def refuse_unreadable(file: str, expected: str) -> Iterator[None]:
@@ -42,8 +45,20 @@ def _is_ours(error: BaseException) -> bool:
 
 def read_config(folder: Path | str, trust_remote_code: bool) -> PretrainedConfig:
     """Return the target's config. Raises ValueError naming the file, where it is missing, cut or broken."""
-    with refuse_unreadable(f"{folder}/config.json", "the config of a transformers model"):
+    file = Path(folder) / "config.json"
+    if file.is_file():
+        _check_counts(file, read_json_object(file))
+    with refuse_unreadable(str(file), "the config of a transformers model"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def _check_counts(file: Path, settings: dict[str, Any]) -> None:
+    """Raise ValueError for more layers, heads or experts than any model has: an object for each would fill the memory."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            _check_counts(file, value)
+        elif key.endswith(COUNTED) and isinstance(value, int | float) and value > MOST_PARTS:
+            raise ValueError(f"{file}: {key} is {str(value)[:40]}, expected at most {MOST_PARTS}; correct it")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

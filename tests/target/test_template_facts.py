@@ -217,4 +217,4 @@ def test_a_template_with_a_fixed_date_renders_what_it_did_that_day(family: str) 
     text = tok.decode(chat_template.encode_prompt(tok, [ASK]))
     assert ("04 Jul 2024" if family == "llama3.2" else "2024-07-04") in text
     dated = list(chat_template.list_dated_prompts(tok, today - datetime.timedelta(3), [ASK], None, None))
-    assert len(dated) == 6 and dated[0] == wanted
+    assert len(dated) == 6 and f"{today:%d}" in tok.decode(dated[0])
