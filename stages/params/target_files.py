@@ -39,7 +39,7 @@ def check_file_kinds(folder: Path) -> None:
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         if path.suffix in READ_SUFFIXES and not path.is_file():
             kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "a link to nothing"
-            raise ValueError(f"{path} is {kind}, expected a file; remove it, or copy or download the file again")
+            raise ValueError(f"{path} is {kind}, expected a file; copy or download the file again")
 
 
 def check_target_folder(model: str, folder: Path, has_template: bool, trust_remote_code: bool) -> None:

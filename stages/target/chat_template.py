@@ -168,7 +168,7 @@ def reads_date(template: str | dict[str, str]) -> bool:
 
 
 def fix_date(template: str | dict[str, str], day: datetime.date) -> str:
-    """Return the template with `day` for today, whoever renders it: its function of the date is replaced by a macro."""
+    """Return the template with `day` for today, in every renderer: its function of the date is replaced by a macro."""
     if isinstance(template, dict):  # transformers takes the one of this name where there are tools
         tools, plain = template.get("tool_use"), template.get("default", "")
         template = f"{{% if tools %}}\n{tools}{{% else %}}\n{plain}{{% endif %}}" if tools else plain
