@@ -6,7 +6,7 @@ from the repository (stages/toy/shipped_target.py), other `builtin/NAME` are tra
 of steps.
 """
 
-import json
+import datetime
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from stages.draft import named_mask_tokens, supported_targets
 from stages.params import checks, schema, target_files
-from stages.runtime import atomic
+from stages.runtime import atomic, scratch
 from stages.target import (
     chat_template,
     checkpoint_check,
     config_facts,
+    foreign_files,
     gguf_target,
     head_check,
     layer_state,
@@ -50,15 +51,21 @@ def main() -> None:
         target = _make_target(p, folder) if manifest.lie_beside_manifest(p.target.model) else _pin_target(p)
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
         tokenizer = _load_tokenizer(p, target, folder)
+        target = _fix_date(target, tokenizer)
         target = replace(target, template=chat_template.probe_template(tokenizer))
+        target = replace(target, eos_token_ids=_unite_end_tokens(target, tokenizer))
         supported_targets.check_chat_template(p, tokenizer, target)
         mask_tokens = named_mask_tokens.check_mask_tokens(p, tokenizer, target)
         if not target.model.startswith("builtin/"):
             weights = manifest.resolve_weights_folder(target, folder)
             checkpoint_check.check_checkpoint(target.model, weights, p.target.trust_remote_code, target.lm_head_key)
         target = replace(target, logits_scale=_measure_logits_scale(p, target, folder))
+        if target.chat_template is not None:  # for servers, --chat-template
+            (folder / "chat_template.jinja").write_text(target.chat_template, encoding="utf-8")
         manifest.write_manifest(folder, target)
     print(*mask_tokens, sep="\n", end="\n" if mask_tokens else "")
+    if target.date:
+        print(f"its chat template shows today's date: {target.date} in every prompt, on any day (target.json: date)")
     if target.template.hides:
         print(
             f"its chat template does not show {', '.join(target.template.hides)}; rows are dropped where that is asked for"
@@ -76,9 +83,16 @@ def _make_target(p: schema.Params, folder: Path) -> TargetManifest:
         weights = gguf_target.write_gguf_target(Path(p.target.model), folder)
     else:
         _make_builtin_target(p, folder)
-    config = AutoConfig.from_pretrained(folder)
-    supported_targets.check_target_config(p, config)
-    return replace(describe_target(p.target.model, None, config, folder, p.target.feature_layers), weights=weights)
+    return replace(_describe_config(p, folder, None, False), weights=weights)
+
+
+def _describe_config(p: schema.Params, folder: Path, revision: str | None, trust_remote_code: bool) -> TargetManifest:
+    """Check the config in `folder`, and return the manifest by it. Raises ValueError where the target can't be used."""
+    config = foreign_files.read_config(folder, trust_remote_code)
+    with foreign_files.refuse_unreadable(f"{folder}/config.json", "a config by which transformers builds its class"):
+        supported_targets.check_target_config(p, config)
+        target = describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
+        return replace(target, weights=quantisation.describe_weights(config))
 
 
 def _make_builtin_target(p: schema.Params, folder: Path) -> None:
@@ -128,12 +142,8 @@ def _pin_target(p: schema.Params) -> TargetManifest:
     folder, revision = Path(p.target.model), None
     if not folder.is_dir():
         folder, revision = _fetch_from_hub(p.target.model, p.target.revision)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=p.target.trust_remote_code)
-    supported_targets.check_target_config(p, config)
-    weights = quantisation.describe_weights(config)
-    target = replace(
-        describe_target(p.target.model, revision, config, folder, p.target.feature_layers), weights=weights
-    )
+    target_files.check_file_kinds(folder)
+    target = _describe_config(p, folder, revision, p.target.trust_remote_code)
     if revision is not None:
         return target
     digest, sample = manifest.digest_files(folder, manifest.WEIGHTS), manifest.sample_weights(folder)
@@ -162,8 +172,6 @@ def describe_target(
     Raises ValueError as `supported_targets.resolve_feature_layers`.
     """
     shapes = config_facts.read_config_facts(config)
-    eos_token_ids = _read_eos_token_ids(config, folder)
-    checkpoint_check.check_end_tokens(model, shapes["vocab_size"], eos_token_ids)
     return TargetManifest(
         model=model,
         revision=revision,
@@ -171,7 +179,7 @@ def describe_target(
         config_digest=manifest.digest_files(folder, "config.json", "preprocessor_config.json", "processor_config.json"),
         tokenizer_digest=manifest.digest_files(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
         feature_layers=supported_targets.resolve_feature_layers(model, layers, shapes["num_layers"]),
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=_read_eos_token_ids(config, folder),
         # Images need three-axis positions; a multimodal class of another kind is used for its text.
         image_token_id=getattr(config, "image_token_id", None) if "mrope_section" in shapes["rope"] else None,
         **shapes,
@@ -206,7 +214,7 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
         in_trees = head_check.explain_tree_mask_failure(model)
     except Exception as error:  # remote code may not run with one block; check_overfit decodes with all
         print(f"the head was not compared: one block of {target.model} alone gives {type(error).__name__}: {error}")
-        config = AutoConfig.from_pretrained(weights, trust_remote_code=p.target.trust_remote_code)
+        config = foreign_files.read_config(weights, p.target.trust_remote_code)
         if (
             window := layer_state.read_sliding_window(config)
         ) is not None:  # whether masks reach its layers is not known
@@ -258,18 +266,59 @@ def _advise_on_head(folder: Path, target: TargetManifest) -> str:
     return f"Tensors of the head's shape {tuple(shape)}: {listed}. Set target.lm_head_key to the head"
 
 
-def _read_eos_token_ids(config: PretrainedConfig, folder: Path) -> list[int]:
-    """Return the tokens that end an answer; generation_config.json lists more than config.json (Llama-3: three)."""
-    generation = folder / "generation_config.json"
-    configs = [json.loads(generation.read_text())] if generation.exists() else []
-    configs += [vars(config), vars(config.get_text_config())]
-    found: dict[int, None] = {}  # a set in order
-    for ids in (token_config.get("eos_token_id") for token_config in configs):
-        found.update(dict.fromkeys([ids] if isinstance(ids, int) else ids or []))
+def _fix_date(target: TargetManifest, tokenizer: Any) -> TargetManifest:
+    """Return the target with one date for its whole life, where its chat template shows today's: that of its first day.
+
+    DVC removes target.json before a rerun, so the date is kept in .scratch too. The tokenizer gets the template of that date.
+    """
+    if not chat_template.reads_date(tokenizer.chat_template):
+        return target
+    kept, facts = scratch.SCRATCH_FOLDER / "template_dates.json", [target.config_digest, target.tokenizer_digest]
+    key = scratch.digest_values(target.model, target.weights_digest, tokenizer.chat_template, *facts)
+    dates = atomic.read_json(kept, "prepare_target") if kept.exists() else {}
+    day = datetime.date.fromisoformat(dates.setdefault(key, datetime.date.today().isoformat()))
+    atomic.write_json(kept, dates)
+    tokenizer.chat_template = chat_template.fix_date(tokenizer.chat_template, day)
+    return replace(target, date=day.isoformat(), chat_template=tokenizer.chat_template)
+
+
+def _unite_end_tokens(target: TargetManifest, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer by any of the target's files: servers stop at all of them.
+
+    The tokenizer's own and what closes an answer in the chat template may lack in config.json and generation_config.json.
+    """
+    found = dict.fromkeys(target.eos_token_ids)  # a set in order
+    own = tokenizer.get_vocab().get(tokenizer.eos_token)
+    if own is not None:
+        found[own] = None
+    closing = chat_template.find_closing_token(tokenizer, set(found))
+    if closing is not None:
+        found[closing] = None
     if not found:
         raise ValueError(
-            f"{folder} names no eos_token_id, neither in generation_config.json nor in config.json; without one no answer ends"
+            f"params.yaml: target.model {target.model} names no eos_token_id, neither in generation_config.json nor in "
+            "config.json, no eos_token of its tokenizer, and its chat template closes answers by no token; without one no answer "
+            "ends"
         )
+    checkpoint_check.check_end_tokens(target.model, target.vocab_size, list(found))
+    if added := [token for token in found if token not in target.eos_token_ids]:
+        names = ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in added)
+        print(f"end tokens by its tokenizer or chat template, beside {target.eos_token_ids} of its configs: {names}")
+    return list(found)
+
+
+def _read_eos_token_ids(config: PretrainedConfig, folder: Path) -> list[int]:
+    """Return the end tokens of the configs; generation_config.json lists more than config.json (Llama-3: three)."""
+    generation = folder / "generation_config.json"
+    named = [(generation, foreign_files.read_json_object(generation))] if generation.exists() else []
+    named += [(folder / "config.json", vars(part)) for part in (config, config.get_text_config())]
+    found: dict[int, None] = {}
+    for file, settings in named:
+        ids = settings.get("eos_token_id")
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(token) is int for token in listed):
+            raise ValueError(f"{file}: eos_token_id is {str(ids)[:60]!r}, expected an id or a list of ids; correct it")
+        found.update(dict.fromkeys(listed))
     return list(found)
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from stages.draft import rotary
 from stages.params import checks, schema, target_files
@@ -18,6 +18,7 @@ from stages.target import (
     chat_template,
     config_facts,
     feature_layers,
+    foreign_files,
     gguf_target,
     head_check,
     layer_state,
@@ -44,14 +45,17 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
             "target, as Llama, Qwen3, Mixtral or Gemma 3"
         )
     checks.check_draft_vocab(params, config.get_text_config().vocab_size)
-    shapes = config_facts.read_config_facts(config)
+    try:
+        shapes = config_facts.read_config_facts(config)
+        if checks.inherits_rope(params):
+            rotary.check_rope(shapes["rope"], shapes["head_dim"])
+    except ValueError as error:
+        raise ValueError(f"{PARAMS_FILE}: target.model {model}: {error}") from None
     if "mrope_section" in shapes["rope"] and (window := layer_state.read_sliding_window(config)) is not None:
         checks.check_sliding_window(params, window)
     layers = resolve_feature_layers(model, params.target.feature_layers, shapes["num_layers"])
     own_layers = feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
     checks.check_feature_layers(params, layers, own_layers)
-    if checks.inherits_rope(params):
-        rotary.check_rope(shapes["rope"], shapes["head_dim"])
     if (block := head_check.build_first_block(config)) is not None:
         loading.check_layers(block, model)
 
@@ -96,10 +100,11 @@ def main(file: str, source: str) -> None:
         config = gguf_target.read_gguf_config(Path(source))
     else:
         try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            config = foreign_files.read_config(Path(source), trust_remote_code=False)
         except Exception:  # of broken files, which may raise anything
             return
-    check_target_config(schema.load_params(Path(file)), config)
+    with foreign_files.refuse_unreadable(source, "a config by which transformers builds its class"):
+        check_target_config(schema.load_params(Path(file)), config)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
     "spiece.model",
 )
 TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*.jinja", "tekken.json")  # tekken.json implies its own
+READ_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".py")  # of files that are read
 MAX_SHOWN = 4
 CONVERSION = (
     'python -c "import glob, torch; from safetensors.torch import save_file; t = {k: v.contiguous().clone() for f in '
@@ -33,11 +34,20 @@ CONVERSION = (
 )
 
 
+def check_file_kinds(folder: Path) -> None:
+    """Raise ValueError for a folder, a pipe or a broken link in the place of a file of the target: reading it may never end."""
+    for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+        if path.suffix in READ_SUFFIXES and not path.is_file():
+            kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "a link to nothing"
+            raise ValueError(f"{path} is {kind}, expected a file; copy or download the file again")
+
+
 def check_target_folder(model: str, folder: Path, has_template: bool, trust_remote_code: bool) -> None:
     """Raise ValueError where `folder`, of the target `model`, lacks a file that prepare_target needs.
 
     `has_template` is whether target.chat_template names one. Remote code may bring a template of its own.
     """
+    check_file_kinds(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{PARAMS_FILE}: target.model {model} has no config.json, expected the folder of a transformers model; name its "

@@ -33,8 +33,12 @@ def locate_scratch(stage: str, *depends_on: Any, modules: Collection[str] = ()) 
     the stage does not import, or of a comment, leaves its unfinished work in place.
     """
     code = digest_stage(stage.partition("-")[0], KeptDigests.read(), modules, root=CODE_ROOT)
-    total = hashlib.sha256(json.dumps([depends_on, code], sort_keys=True, default=str).encode())
-    return SCRATCH_FOLDER / f"{stage}-{total.hexdigest()[:16]}"
+    return SCRATCH_FOLDER / f"{stage}-{digest_values(depends_on, code)[:16]}"
+
+
+def digest_values(*values: Any) -> str:
+    """Return the sha256 of anything that JSON can write."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @contextmanager

@@ -149,7 +149,7 @@ class ConversationSampler(Generic[A]):
         """
         shards = self.split.shards
         body = await _run(self.handler.build_body, request, history)
-        key = make_journal_key(["server", request.id, body])
+        key = make_journal_key(["server", request.id, body, prompt_ids])
         journaled = next((found for n in journals if (found := shards.journal(n).done.get(key))), None)
         if journaled is None and is_done:
             raise UnusableRequestError("refused")  # by the run that published its shard

@@ -43,6 +43,7 @@ def keep_answers(context: SamplingContext, split: SampledSplit) -> None:
                 context.check_usable(request)
                 if request.answer is None:
                     raise UnusableRequestError("no_answer", NO_ANSWER)
+                context.check_not_rendered(request.messages)
                 if hidden := context.encoder.explain_hidden_answer(
                     request.messages, request.answer_index, request.tools
                 ):

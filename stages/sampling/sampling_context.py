@@ -83,6 +83,7 @@ class SamplingContext:
     def encode_prompt(self, request: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
         """Return the ids of a request's prompt, the conversation `history`. Raises UnusableRequestError where it has none."""
         self.check_usable(request)
+        self.check_not_rendered(history)
         if hidden := self.encoder.explain_hidden(history, request.tools):
             raise UnusableRequestError("not_in_template", hidden)
         try:
@@ -91,6 +92,11 @@ class SamplingContext:
             raise UnusableRequestError("refused_by_template", str(error)) from None
         self.check_tokens(ids)
         return ids
+
+    def check_not_rendered(self, messages: list[dict[str, Any]]) -> None:
+        """Raise UnusableRequestError for messages that the chat template has rendered already: they would be rendered twice."""
+        if problem := self.encoder.explain_rendered(messages):
+            raise UnusableRequestError("rendered_already", problem)
 
     def check_tokens(self, ids: list[int]) -> None:
         """Raise UnusableRequestError for a token that the target's embedding has no row for."""

@@ -1,6 +1,7 @@
 """Sample from servers: those that are named, or those started here for the stage."""
 
 import contextlib
+import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
 from stages.sampling.sampling_context import SamplingContext
 from stages.serving import client, http_session, replicas, server
-from stages.target import answer_token_ids, chat_template, generation, gguf_files
+from stages.target import answer_token_ids, chat_template, generation, gguf_files, manifest
 from stages.target.answer_token_ids import SampledAnswer
 
 CPU_SLOTS = 8  # of llama.cpp: more requests at once are no faster on a few cores
@@ -29,6 +30,7 @@ def open_servers(
     s, t = context.p.sample_target.server, context.p.target
     limits = s.concurrency, s.timeout_s, s.attempts
     if s.launch is None:
+        _warn_of_date(context)
         urls, secret = (
             server_urls.expand_urls(s.base_urls),
             http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION),
@@ -39,23 +41,41 @@ def open_servers(
     if s.launch == "transformers":  # it fills what a request leaves open from the target's generation_config.json
         folder = str(
             generation.link_target(
-                context.folder, scratch_folder.parent / "served_target", context.target.eos_token_ids
+                context.folder,
+                scratch_folder.parent / "served_target",
+                context.target.eos_token_ids,
+                context.target.chat_template,
             )
         )
-    slots: list[str] = []
+    own_args: list[str] = []
+    if s.launch in ("sglang", "vllm") and context.target.chat_template is not None:
+        own_args = server.format_flags(
+            {"--chat-template": str(manifest.TARGET_FOLDER.resolve() / "chat_template.jinja")}
+        )
     if s.launch == "llama.cpp":
         # Its cache is one for all slots (-kvu), so that a long conversation may take of the others'.
         folder = str(gguf_files.make_gguf(context.folder, t.dtype, None, t.trust_remote_code))
         count = min(s.concurrency, CPU_SLOTS) if t.device == "cpu" else s.concurrency
         tokens = count * (context.p.sample_target.max_new_tokens + PROMPT_TOKENS)
-        slots = server.format_flags(
+        own_args = server.format_flags(
             {"--alias": folder, "-kvu": True, **server.build_slot_flags(count, tokens, threads)}
         )
     target = folder, t.dtype, t.device, t.trust_remote_code
     logs = scratch_folder.parent  # they outlive the run, to explain a failure
-    planned = replicas.plan_replicas(s.launch, *target, [*slots, *s.launch_args], s.start_timeout_s, logs, threads)
+    planned = replicas.plan_replicas(s.launch, *target, [*own_args, *s.launch_args], s.start_timeout_s, logs, threads)
     own = context.local_servers = stack.enter_context(planned)
     return lambda: client.ChatClient(own.base_urls, folder, *limits, None, s.launch, own.check_alive)
+
+
+def _warn_of_date(context: SamplingContext) -> None:
+    """Print a warning where servers of others show another date in their prompts than the target's."""
+    fixed, today = context.target.date, datetime.date.today().isoformat()
+    if fixed not in (None, today):
+        print(
+            f"warning: the target's chat template shows a date, {fixed} for this target, and servers that render prompts show "
+            f"their own, {today}: start them with --chat-template {manifest.TARGET_FOLDER}/chat_template.jinja. Of servers that "
+            "return prompts each row keeps its own; of others the date is not known"
+        )
 
 
 async def ask_servers(
@@ -112,12 +132,14 @@ class ServedAnswerHandler:
         self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: client.ChatAnswer
     ) -> SampledAnswer:
         encoder, tools, most = self.context.encoder, request.tools, self.context.p.sample_target.max_new_tokens
-        answer_token_ids.check_served_prompt(encoder, request.row, prompt_ids, answer, history, tools, request.images)
+        served_ids = answer_token_ids.check_served_prompt(
+            encoder, request.row, prompt_ids, answer, history, tools, request.images
+        )
         if problem := answer_token_ids.explain_wrong_ids(encoder, self.context.target.vocab_size, prompt_ids, answer):
             raise UnusableRequestError("token_ids_unknown", problem)
         try:
-            sampled = answer_token_ids.recover_token_ids(encoder, history, tools, prompt_ids, answer)
-        except ValueError as error:  # the text holds tokens of the chat template
+            sampled = answer_token_ids.recover_token_ids(encoder, history, tools, served_ids, answer)
+        except ValueError as error:  # the text holds tokens of the chat template, or was ended by the server
             raise UnusableRequestError("token_ids_unknown", str(error)) from None
         if sampled is None:
             counted = (

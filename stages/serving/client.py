@@ -40,6 +40,7 @@ class ChatAnswer:
     completion_tokens: int | None
     prompt_ids: list[int] | None  # if the server sends them
     answer_ids: list[int] | None
+    stopped_at: int | str | None = None  # the token or the string that ended it, if the server says so
 
 
 class _Message(BaseModel):
@@ -53,6 +54,8 @@ class _Choice(BaseModel):
     finish_reason: str | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None  # of SGLang
+    matched_stop: Any = None  # of SGLang
+    stop_reason: Any = None  # of vLLM: null for the tokenizer's own end token
 
 
 class _Usage(BaseModel):
@@ -70,7 +73,7 @@ class _ChatCompletion(BaseModel):
 
     def get_answer(self) -> ChatAnswer:
         choice, usage = self.choices[0], self.usage or _Usage()
-        message = choice.message
+        message, stop = choice.message, choice.stop_reason if choice.matched_stop is None else choice.matched_stop
         return ChatAnswer(
             text=message.content or "",
             reasoning=message.reasoning_content or message.reasoning or None,
@@ -79,6 +82,7 @@ class _ChatCompletion(BaseModel):
             completion_tokens=usage.completion_tokens,
             prompt_ids=self.prompt_token_ids or choice.prompt_token_ids,
             answer_ids=choice.token_ids,
+            stopped_at=stop if isinstance(stop, int | str) else None,
         )
 
 
@@ -90,12 +94,13 @@ class _LlamaCppCompletion(BaseModel):
     stop_type: str
     tokens_evaluated: int
     tokens_predicted: int
+    stopping_word: str = ""
     model: str | None = None
 
     def get_answer(self) -> ChatAnswer:
         reason = LLAMA_CPP_REASONS.get(self.stop_type, self.stop_type)
         counts = self.tokens_evaluated, self.tokens_predicted
-        return ChatAnswer(self.content, None, reason, *counts, prompt_ids=None, answer_ids=self.tokens)
+        return ChatAnswer(self.content, None, reason, *counts, None, self.tokens, self.stopping_word or None)
 
 
 @dataclass

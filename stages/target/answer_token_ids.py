@@ -25,6 +25,8 @@ class ServedAnswer(Protocol):
     def prompt_ids(self) -> list[int] | None: ...
     @property
     def answer_ids(self) -> list[int] | None: ...
+    @property
+    def stopped_at(self) -> int | str | None: ...
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,22 @@ def check_served_prompt(
     history: Messages,
     tools: Messages | None,
     images: list[str],
-) -> None:
-    """Raise ValueError where the server's prompt differs from ours: its chat template is another, and every row wrong."""
+) -> list[int]:
+    """Return the prompt that the server rendered: ours, or where the chat template shows a date, ours of another day.
+
+    Raises ValueError where it differs: the server's chat template is another, and every row wrong.
+    """
     served_ids = _expand_served_prompt(encoder, row, prompt_ids, answer.prompt_ids, images)
-    if served_ids == prompt_ids or (served_ids is None and answer.prompt_tokens in (None, len(prompt_ids))):
-        return
+
+    def is_served(ids: list[int]) -> bool:
+        return ids == served_ids if served_ids is not None else answer.prompt_tokens in (None, len(ids))
+
+    if is_served(prompt_ids):
+        return prompt_ids
+    if encoder.date is not None:
+        dated = encoder.list_dated_prompts(row, history, tools, images)
+        if (found := next(filter(is_served, dated), None)) is not None:
+            return found
     extras = bool(tools) or any({"tool_calls", "reasoning_content"} & set(message) for message in history)
     hint = "; this row has tools, calls or thoughts, which not every server renders (docs/sampling.md)" * extras
     hint += "; this row has images, which the server may cut otherwise (docs/sampling.md)" * bool(images)
@@ -109,20 +122,44 @@ def _join_words(text: str) -> str:
 def recover_token_ids(
     encoder: PromptEncoder, history: Messages, tools: Messages | None, prompt_ids: list[int], answer: ServedAnswer
 ) -> SampledAnswer | None:
-    """Return the answer's ids: the server's own, or its text tokenised; None where the server's count disagrees."""
-    finish_reason, eos, end_token = answer.finish_reason, encoder.eos, encoder.end_token
-    if ids := answer.answer_ids:
-        lacks_end = finish_reason == "stop" and ids[-1] not in eos
-        return SampledAnswer(prompt_ids, [*ids, end_token] if lacks_end else ids, finish_reason, "server")
-    ids = chat_template.encode_answer(
-        encoder.tokenizer, history, answer.text, answer.reasoning, eos, encoder.thinking, tools
-    )
-    count = answer.completion_tokens
-    if finish_reason == "length" and count == len(ids) + 1:
-        finish_reason = "stop"  # the end token was the last that fitted
-    if finish_reason == "stop":
-        ids = [*ids, end_token]
+    """Return the answer's ids: the server's own, or its text tokenised; None where the server's count disagrees.
+
+    Raises ValueError where the server ended the answer by anything but an end token of the target: no row gets one that the
+    target did not write.
+    """
+    reason, count = answer.finish_reason, answer.completion_tokens
+    ids, source = answer.answer_ids, "server"
+    if not ids:
+        ids = chat_template.encode_answer(
+            encoder.tokenizer, history, answer.text, answer.reasoning, encoder.eos, encoder.thinking, tools
+        )
+        source = "text, unchecked" if count is None else "text, as many"
+    end = next((position for position, token in enumerate(ids) if token in encoder.eos), None)
+    if end is not None:  # a server may say length where it is the last token that fits, or add drafts behind it
+        ids, reason = ids[: end + 1], "stop"
+    elif reason == "stop":
+        ids = [*ids, _find_unshown_end(encoder, ids, answer)]
     # Some servers leave the end token out of their count.
-    if count is not None and count not in ((len(ids), len(ids) - 1) if finish_reason == "stop" else (len(ids),)):
+    allowed = (len(ids), len(ids) - 1) if reason == "stop" else (len(ids),)
+    if source == "text, as many" and count not in allowed:
         return None
-    return SampledAnswer(prompt_ids, ids, finish_reason, "text, unchecked" if count is None else "text, as many")
+    return SampledAnswer(prompt_ids, ids, reason, source)
+
+
+def _find_unshown_end(encoder: PromptEncoder, ids: list[int], answer: ServedAnswer) -> int:
+    """Return the end token that the target wrote behind `ids`. Raises ValueError where nothing shows that it wrote one."""
+    stop = answer.stopped_at
+    if stop in encoder.eos:
+        return int(stop)
+    name = encoder.tokenizer.convert_ids_to_tokens
+    if stop is not None:
+        found = f"at the string {stop!r}" if isinstance(stop, str) else f"at token {stop}, {name(stop)!r}"
+    elif not answer.answer_ids or (answer.completion_tokens == len(ids) + 1 and len(encoder.eos) == 1):
+        return encoder.end_token
+    else:
+        found = f"after token {ids[-1]}, {name(ids[-1])!r}"
+    known = ", ".join(f"{token} {name(token)!r}" for token in encoder.eos)
+    raise ValueError(
+        f"the server ended the answer {found}, expected an end token of the target ({known}); take stop strings out of the "
+        "server's settings, or write the token to eos_token_id in the target's generation_config.json"
+    )

@@ -12,10 +12,11 @@ The loss mask of a row is its answer. `encode_turns` gives one row per turn, wit
 and gpt-oss drop earlier thoughts).
 """
 
-import ctypes
+import copy
+import datetime
 import os
 import re
-import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -23,8 +24,11 @@ from weakref import WeakKeyDictionary
 
 import jinja2
 import jinja2.meta
+import jinja2.nodes
 from transformers import AutoTokenizer
 
+from stages.runtime.limited_call import call_limited
+from stages.target import foreign_files
 from stages.target.manifest import TemplateFacts
 
 Messages = list[dict[str, Any]]
@@ -33,13 +37,11 @@ OWN_ANSWERS = (
     "write a template whose history has what it prompts with (target.chat_template)"
 )
 THINKING_KEYS = ("enable_thinking", "thinking")  # Qwen3's and GLM's; Granite's, DeepSeek-V3.1's and Kimi's
-PROBE_S = 30
+DATE = "strftime_now"  # the function by which a template reads today's date
+PROBE_S, PROBE_BYTES = 30, 1 << 29
 _closers_by_tokenizer: WeakKeyDictionary[Any, tuple[frozenset[int], tuple[str, ...]]] = WeakKeyDictionary()
+_marks_by_tokenizer: WeakKeyDictionary[Any, tuple[tuple[str, ...], str]] = WeakKeyDictionary()
 _facts_by_tokenizer: "WeakKeyDictionary[Any, TemplateFacts]" = WeakKeyDictionary()
-
-
-class _EndlessTemplateError(BaseException):
-    """Raised in the thread that renders a template, which may catch any Exception."""
 
 
 class TemplateRefusalError(ValueError):
@@ -51,14 +53,9 @@ def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | No
 
     Raises ValueError naming the folder, where its files are missing, cut or broken.
     """
-    try:
+    with foreign_files.refuse_unreadable(str(source), "the target's config.json and tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except Exception as error:  # broken files raise many types: JSON errors, KeyError, the Rust library's
-        raise ValueError(
-            f"{source}: expected the target's config.json and tokenizer, found none that can be read "
-            f"({type(error).__name__}: {str(error)[:300]}); get the target's files again, those of a builtin target by: "
-            "dvc repro -f -s prepare_target"
-        ) from error
+        tokenizer.decode(tokenizer.encode("a"))  # settings of a wrong type come to light here
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
@@ -104,49 +101,95 @@ def probe_template(tokenizer: Any) -> TemplateFacts:
 
 
 def _probe(tokenizer: Any) -> TemplateFacts:
-    """Return what the template shows. Raises ValueError where it has not rendered the known words after PROBE_S seconds."""
-    raise_here = partial(ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident()))
-    timer = threading.Timer(PROBE_S, raise_here, [ctypes.py_object(_EndlessTemplateError)])
-    timer.daemon = True
-    timer.start()
+    """Return what the template shows. Raises ValueError where it has not rendered the known words within the limits.
+
+    In a child process: a template is a program of others, and no thread can stop one that computes inside C.
+    """
     try:
-        parts: tuple[str, ...] = ()
-        for kind, role in ROLES_OF_PROBES.items():
-            if _is_shown(tokenizer, kind, parts) is False and _is_shown(tokenizer, kind, (*parts, role)):
-                parts = (*parts, role)
-        hides = tuple(kind for kind in PROBES if _is_shown(tokenizer, kind, parts) is False)
-        return TemplateFacts(hides, parts, _find_thinking_keys(tokenizer))
-    except _EndlessTemplateError:
+        return call_limited(partial(_probe_here, tokenizer), PROBE_S, PROBE_BYTES)
+    except (TimeoutError, MemoryError) as error:
+        limit = f"{PROBE_S} seconds" if isinstance(error, TimeoutError) else f"{PROBE_BYTES >> 20} MiB of memory"
         raise ValueError(
-            f"the target's chat template has not rendered one question in {PROBE_S} seconds, expected milliseconds; give "
+            f"the target's chat template has not rendered one question in {limit}, expected milliseconds and kilobytes; give "
             "another: target.chat_template names a file in templates/"
         ) from None
-    finally:
-        timer.cancel()
 
 
-def _is_shown(tokenizer: Any, kind: str, parts: tuple[str, ...]) -> bool | None:
+def _probe_here(tokenizer: Any) -> TemplateFacts:
+    parts: tuple[str, ...] = ()
+    for kind, role in ROLES_OF_PROBES.items():
+        if _is_shown(tokenizer, kind, parts) is False and _is_shown(tokenizer, kind, (*parts, role)):
+            parts = (*parts, role)
+    hides = tuple(kind for kind in PROBES if _is_shown(tokenizer, kind, parts) is False)
+    keys = tuple(key for key in THINKING_KEYS if key in _list_read_names(tokenizer.chat_template))
+    for kind in PROBES:  # what later renderings ask for must end too
+        for thinking in (True, False):
+            _is_shown(tokenizer, kind, parts, dict.fromkeys(keys, thinking))
+    return TemplateFacts(hides, parts, keys)
+
+
+def _is_shown(
+    tokenizer: Any, kind: str, parts: tuple[str, ...], settings: dict[str, bool] | None = None
+) -> bool | None:
     """Return whether the template shows this kind, contents of the roles `parts` as parts; None where it refuses it."""
     messages, tools, word = PROBES[kind]
     header = messages[-1]["role"] != "assistant"
     try:
-        return word in _apply_template(tokenizer, _write_as_parts(messages, parts), header, tools, {})
+        return word in _apply_template(tokenizer, _write_as_parts(messages, parts), header, tools, settings or {})
+    except MemoryError:
+        raise
     except Exception:  # a template may raise anything
         return None
 
 
-def _find_thinking_keys(tokenizer: Any) -> tuple[str, ...]:
-    """Return those of THINKING_KEYS that the template reads."""
-    template = tokenizer.chat_template
-    texts = template.values() if isinstance(template, dict) else [template]
+def _list_read_names(template: str | dict[str, str]) -> set[str]:
+    """Return the names that the template reads and does not set."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
     read: set[str] = set()
-    for text in filter(None, texts):
+    for text in filter(None, template.values() if isinstance(template, dict) else [template]):
         try:
             read |= jinja2.meta.find_undeclared_variables(environment.parse(text))
         except jinja2.TemplateSyntaxError:  # a tag of transformers' own, as {% generation %}: by its words
             read |= set(re.findall(r"\w+", text))
-    return tuple(key for key in THINKING_KEYS if key in read)
+    return read
+
+
+def reads_date(template: str | dict[str, str]) -> bool:
+    """Return whether the template shows today's date. Evaluates nothing."""
+    for text in template.values() if isinstance(template, dict) else [template]:
+        try:
+            parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
+        except jinja2.TemplateSyntaxError:  # a tag of transformers' own, or an error that rendering tells
+            return re.search(rf"\b{DATE}\b", text) is not None
+        own = {macro.name for macro in parsed.find_all(jinja2.nodes.Macro)}
+        if DATE in {name.name for name in parsed.find_all(jinja2.nodes.Name)} - own:
+            return True
+    return False
+
+
+def fix_date(template: str | dict[str, str], day: datetime.date) -> str:
+    """Return the template with `day` for today, in every renderer: its function of the date is replaced by a macro."""
+    if isinstance(template, dict):  # transformers takes the one of this name where there are tools
+        tools, plain = template.get("tool_use"), template.get("default", "")
+        template = f"{{% if tools %}}\n{tools}{{% else %}}\n{plain}{{% endif %}}" if tools else plain
+    codes = sorted(set(re.findall(r"%-?[A-Za-z]", template)))
+    filters = "".join(f" | replace('{code}', '{value}')" for code in codes if (value := day.strftime(code)) != code)
+    return f"{{% macro {DATE}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
+
+
+def list_dated_prompts(
+    tokenizer: Any, fixed: datetime.date, messages: Messages, thinking: bool | None, tools: Messages | None
+) -> Iterator[list[int]]:
+    """Yield the prompt as a server has rendered it by its own today: of today, of each day back to `fixed`, and of the two days
+    around, by other time zones.
+    """
+    own = tokenizer.chat_template.split("{% endmacro %}\n", 1)[1]
+    today = datetime.date.today()
+    for ago in (*range((today - fixed).days + 2), -1):
+        other = copy.copy(tokenizer)
+        other.chat_template = fix_date(own, today - datetime.timedelta(ago))
+        _facts_by_tokenizer[other] = probe_template(tokenizer)
+        yield encode_prompt(other, messages, thinking, tools)
 
 
 def list_hidden_kinds(tokenizer: Any, messages: Messages, tools: Messages | None) -> list[str]:
@@ -242,7 +285,7 @@ def encode_turns(
         tail = tokenizer.encode(before[known:], add_special_tokens=False)
         prompt = [*known_ids, *tail] if known else tail
         answer = encode_behind(tokenizer, before[known:], tail, whole[len(before) :])
-        rows.append((prompt, _cut_behind_end(tokenizer, answer, eos, i)))
+        rows.append((prompt, _cut_behind_end(tokenizer, before, answer, eos, i)))
         # Text up to a closing token is tokenised alike whatever follows, so the next, longer prompt reuses its ids.
         cut = max((before.rfind(c) + len(c) for c in closing if c in before), default=0)
         last = next((k for k in range(len(prompt) - 1, -1, -1) if prompt[k] in closers), -1)
@@ -366,17 +409,71 @@ def _write_as_parts(messages: Messages, roles: tuple[str, ...]) -> Messages:
     ]
 
 
-def _cut_behind_end(tokenizer: Any, ids: list[int], eos: list[int], message: int) -> list[int]:
-    """Return the ids of an answer up to its end token; text after it (a newline) is never generated."""
+def _cut_behind_end(tokenizer: Any, prompt: str, ids: list[int], eos: list[int], message: int) -> list[int]:
+    """Return the ids of an answer up to its end token; text after it is never generated: a newline, or the header of the next
+    answer, which some templates write behind every conversation, as behind the `prompt`.
+    """
     end = next((k for k, token in enumerate(ids) if token in eos), None)
     if end is None:
         return ids  # `check_loss_mask` raises for it, with the row's name
-    if tokenizer.decode(ids[end + 1 :]).strip():
+    if not prompt.rstrip().endswith(tokenizer.decode(ids[end + 1 :]).strip()):
         raise ValueError(
             f"message {message} goes on after its end token: {tokenizer.decode(ids[end : end + 20])!r}. Its text "
             "holds a token of the template's own; take it out"
         )
     return ids[: end + 1]
+
+
+def find_closing_token(tokenizer: Any, known: set[int]) -> int | None:
+    """Return the special token by which the template closes an answer where none of the `known` end tokens is there, else None.
+
+    A header is none that closes: the text behind the answer is compared with those before the question and the answer.
+    """
+    ask, answer = {"role": "user", "content": "aeriequestion"}, {"role": "assistant", "content": "aerieanswer"}
+    special = tokenizer.get_added_vocab()
+    for messages in ([ask, answer], [ask, answer, {"role": "user", "content": "aerienext"}]):
+        with suppress(TemplateRefusalError):
+            before, _, rest = _render_messages(tokenizer, messages, False, None).rpartition("aerieanswer")
+            behind, opening = rest.partition("aerienext")[0].strip(), before.partition("aeriequestion")
+            found = sorted((behind.find(text), -len(text), token) for text, token in special.items() if text in behind)
+            if found and not any(text.rstrip().endswith(behind) for text in (opening[0], opening[2])):
+                return None if known & {token for *_, token in found} else found[0][2]
+    return None
+
+
+def explain_rendered(tokenizer: Any, messages: Messages) -> str | None:
+    """Return why these messages are a prompt that is rendered already, or a part of one, and what to do; None where they are not.
+
+    That is, the text of one has a token by which the template opens or closes turns, or ends in the header of an answer.
+    """
+    marks, header = _find_turn_marks(tokenizer)
+    for number, message in enumerate(messages):
+        content = message["content"] or ""
+        texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        for text in texts:
+            found = next((mark for mark in marks if mark in text), None)
+            if found is None and message["role"] == "user" and header and text.rstrip().endswith(header):
+                found = header
+            if found is not None:
+                return (
+                    f"message {number} ({message['role']}) holds {found!r}, which the target's chat template writes between "
+                    "turns: its text is a prompt that is rendered already, and would be rendered twice; give the messages "
+                    "themselves, or take the mark out of the text"
+                )
+    return None
+
+
+def _find_turn_marks(tokenizer: Any) -> tuple[tuple[str, ...], str]:
+    """Return the special tokens that open or close a user's turn or close an answer, and the header of an answer."""
+    if tokenizer not in _marks_by_tokenizer:
+        question = [{"role": "user", "content": "aeriequestion"}]
+        turn, prompt = (_render_messages(tokenizer, question, header, None) for header in (False, True))
+        special = {text for text, token in tokenizer.get_added_vocab().items() if token in tokenizer.all_special_ids}
+        closers, _ = _find_closers(tokenizer)
+        closing = {str(text) for text in tokenizer.convert_ids_to_tokens(sorted(closers))}
+        found = sorted(closing | {text for text in special if text in turn})
+        _marks_by_tokenizer[tokenizer] = tuple(found), prompt.removeprefix(turn).strip()
+    return _marks_by_tokenizer[tokenizer]
 
 
 def _find_closers(tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:

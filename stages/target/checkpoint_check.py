@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, GenerationConfig
+from safetensors import safe_open
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from stages.params import target_files
 from stages.params.units import list_first
-from stages.target import quantisation
+from stages.target import foreign_files, quantisation
 from stages.target.loading import select_auto_class
 
 MAX_NAMES = 4  # of tensors in a message; further ones are counted
@@ -27,12 +27,14 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
     """Raise ValueError naming the tensors that the target's files lack, that its class does not know, that have another shape,
     or that are not finite; and where its class can't be built at all, as without the library of its quantisation.
     """
-    target_files.list_weight_files(folder)
+    for file in target_files.list_weight_files(folder):
+        with foreign_files.refuse_unreadable(str(file), "safetensors"), safe_open(file, framework="pt"):
+            pass
     key = f"params.yaml: target.model {model}"
     try:
         found = _load_names(folder, trust_remote_code)
     except Exception as error:  # a class may raise anything
-        words = (str(error).strip().splitlines() or [""])[0][:300]
+        words = " ".join(str(error).split())[:300]
         # Remote code may need memory for its weights to be built, and a quantisation its own device.
         is_quantised = _is_quantised(folder)
         if trust_remote_code or (is_quantised and not isinstance(error, ImportError)):
@@ -77,7 +79,7 @@ def _load_names(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     logging.set_verbosity(logging.CRITICAL)  # its table of the same names
     logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = foreign_files.read_config(folder, trust_remote_code)
         _, report = quantisation.load_dequantised(
             select_auto_class(config),
             str(folder),
@@ -104,14 +106,14 @@ def _find_broken(folder: Path) -> list[str]:
     """Return the names of the tensors that hold NaN or infinity."""
     broken = []
     for file in target_files.list_weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dict
-                    tensor = tensors.get_tensor(name)
-                    if tensor.is_floating_point() and not _is_finite(tensor):
-                        broken.append(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is cut or broken ({error}); get the target's weights again") from None
+        with (
+            foreign_files.refuse_unreadable(str(file), "the target's weights"),
+            safe_open(file, framework="pt") as tensors,
+        ):
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                tensor = tensors.get_tensor(name)
+                if tensor.is_floating_point() and not _is_finite(tensor):
+                    broken.append(name)
     return broken
 
 
@@ -127,5 +129,6 @@ def check_end_tokens(model: str, vocab_size: int, eos_token_ids: list[int]) -> N
     if wrong := [token for token in eos_token_ids if not 0 <= token < vocab_size]:
         raise ValueError(
             f"params.yaml: target.model {model}: eos_token_id is {', '.join(map(str, wrong))}, expected ids below "
-            f"{vocab_size}, the size of its vocabulary; correct eos_token_id in its generation_config.json and config.json"
+            f"{vocab_size}, the size of its vocabulary; correct eos_token_id in its "
+            "generation_config.json and config.json, its tokenizer's eos_token, or the chat template, which closes answers by it"
         )

@@ -1,5 +1,6 @@
 """Read from a transformers config the shapes and rotary parameters that a draft depends on, whatever the class calls them."""
 
+import math
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def read_config_facts(whole: PretrainedConfig) -> dict[str, Any]:
     rope = read_rope_parameters(config)
     if "mrope_section" in rope:
         rope["mrope_interleaved"] = is_mrope_interleaved(config)
-    return {
+    facts = {
         "hidden_size": hidden,
         "intermediate_size": _read_required(config, "intermediate_size", "moe_intermediate_size"),
         "num_layers": _read_required(config, "num_hidden_layers"),
@@ -50,6 +51,18 @@ def read_config_facts(whole: PretrainedConfig) -> dict[str, Any]:
         "max_position_embeddings": _read_required(config, "max_position_embeddings"),
         "tie_word_embeddings": has_tied_embeddings(whole),
     }
+    counts = {name: facts[name] for name in facts if name not in ("rms_norm_eps", "rope", "tie_word_embeddings")}
+    wrong = {name: value for name, value in counts.items() if type(value) is not int or value < 1}
+    numbers = {"rms_norm_eps": facts["rms_norm_eps"], "rope_theta": rope["rope_theta"]}
+    wrong |= {name: value for name, value in numbers.items() if not _is_positive(value)}
+    if wrong:
+        listed = ", ".join(f"{name} {str(value)[:60]!r}" for name, value in wrong.items())
+        raise ValueError(f"the target's config.json has {listed}, expected numbers above 0; correct it")
+    return facts
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def has_tied_embeddings(whole: PretrainedConfig) -> bool:

@@ -53,14 +53,19 @@ def generate_answers(
     return [_cut_at_end_token(row, eos) for row in out[:, length:].tolist()]
 
 
-def link_target(source: Path, folder: Path, eos: list[int]) -> Path:
-    """Return `folder` with links to the target's files, and a generation_config.json that has its end tokens alone."""
+def link_target(source: Path, folder: Path, eos: list[int], chat_template: str | None = None) -> Path:
+    """Return `folder` with links to the target's files, a generation_config.json that has its end tokens alone, and a
+    `chat_template` in place of its own.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         link = folder / file.name
         link.unlink(missing_ok=True)
-        if file.name != "generation_config.json":
+        is_template = file.name in ("chat_template.jinja", "additional_chat_templates")
+        if file.name != "generation_config.json" and not (chat_template and is_template):
             link.symlink_to(file.resolve())
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
     return folder.resolve()
 

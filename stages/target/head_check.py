@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from stages.target import quantisation
+from stages.target import foreign_files, quantisation
 from stages.target.layer_state import build_layer_masks, read_sliding_window
 from stages.target.loading import select_auto_class
 
@@ -54,7 +54,7 @@ class HeadDifference(NamedTuple):
 
 def load_first_block(source: str, trust_remote_code: bool) -> PreTrainedModel:
     """Return the target on the CPU in float32 with its first block only; other weights are not read."""
-    config = cut_to_first_block(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
+    config = cut_to_first_block(foreign_files.read_config(source, trust_remote_code))
     before = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # it lists every tensor of the other blocks as unexpected
     logging.disable_progress_bar()

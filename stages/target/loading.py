@@ -3,9 +3,7 @@
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
@@ -15,7 +13,7 @@ from transformers import (
 from transformers.utils import is_accelerate_available, logging
 
 import stages.runtime.mkl_first_calls  # noqa: F401 - imported for its effect
-from stages.target import quantisation
+from stages.target import foreign_files, quantisation
 from stages.telemetry import waits
 
 
@@ -26,8 +24,8 @@ def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = 
     Raises ValueError naming the source, where its config or its weights are missing, cut or broken.
     """
     logging.disable_progress_bar()  # one bar per tensor
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    with foreign_files.refuse_unreadable(source, "the target's config.json and safetensors"):
+        config = foreign_files.read_config(source, trust_remote_code)
         model = quantisation.load_dequantised(
             select_auto_class(config),
             source,
@@ -39,12 +37,6 @@ def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = 
             trust_remote_code=trust_remote_code,
             device_map=choose_device_map(device),
         )
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{source}: expected the target's config.json and safetensors, found none that can be read "
-            f"({type(error).__name__}: {str(error)[:300]}); get the target's files again, those of a builtin target by: "
-            "dvc repro -f -s prepare_target"
-        ) from error
     model = model.to(device).eval().requires_grad_(False)
     for weight in model.parameters():
         # Mapped weights on the CPU may be unaligned; sums then round differently in one process of ten (docs/LOG.md).

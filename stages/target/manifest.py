@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from stages.params import target_files
 from stages.runtime import atomic
+from stages.target import foreign_files
 from stages.telemetry import waits
 
 TARGET_FOLDER = Path("artifacts/target")
@@ -62,6 +63,7 @@ class TargetManifest:
     eos_token_ids: list[int]
     lm_head_key: str | None = None  # the head's tensor, where its name is unusual
     chat_template: str | None = None  # Jinja, instead of the tokenizer's own
+    date: str | None = None  # that the chat template shows as today's, in ISO form
     template: TemplateFacts = TemplateFacts()  # what the chat template shows
     image_token_id: int | None = None  # where hidden states support images
     logits_scale: float = 1.0  # the target's logits are this times final hidden states times its head (`head_check`)
@@ -120,18 +122,18 @@ def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER
     found: dict[str, Tensor] = {}
     names: dict[str, str] = {}  # embed_tokens, lm_head -> the tensor's full name
     for file in target_files.list_weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - not a dict
-                    table = _match_table_name(key, manifest.lm_head_key)
-                    if table is not None and len(key) <= len(names.get(table, key)):
-                        # The shortest name: multi-token prediction blocks may hold copies under longer ones.
-                        # Copied to memory aligned to 64 bytes: unaligned tensors of the mapped file round differently
-                        # in one process of ten (docs/LOG.md).
-                        numbers = torch.empty(tensors.get_slice(key).get_shape(), dtype=torch.float32)
-                        found[table], names[table] = numbers.copy_(tensors.get_tensor(key)), key
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is cut or broken ({error}); get the target's weights again") from None
+        with (
+            foreign_files.refuse_unreadable(str(file), "the target's weights"),
+            safe_open(file, framework="pt") as tensors,
+        ):
+            for key in tensors.keys():  # noqa: SIM118 - not a dict
+                table = _match_table_name(key, manifest.lm_head_key)
+                if table is not None and len(key) <= len(names.get(table, key)):
+                    # The shortest name: multi-token prediction blocks may hold copies under longer ones.
+                    # Copied to memory aligned to 64 bytes: unaligned tensors of the mapped file round differently
+                    # in one process of ten (docs/LOG.md).
+                    numbers = torch.empty(tensors.get_slice(key).get_shape(), dtype=torch.float32)
+                    found[table], names[table] = numbers.copy_(tensors.get_tensor(key)), key
     embedding = found.get("embed_tokens")
     tied = manifest.tie_word_embeddings and manifest.lm_head_key is None
     head = embedding if tied else found.get("lm_head")

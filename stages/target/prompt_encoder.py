@@ -1,8 +1,10 @@
 """Encode prompts and answers of rows that may hold images, as the target's server would."""
 
+import datetime
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ class PromptEncoder:
     end_token: int  # closes an answer
     thinking: bool | None  # of the chat template
     image_processor: vision.CachedImageProcessor | None  # where the data has images
+    date: datetime.date | None = None  # that the chat template shows
 
     @classmethod
     def load(
@@ -34,7 +37,8 @@ class PromptEncoder:
         tokenizer = chat_template.load_tokenizer(folder, trust_remote_code, target.chat_template)
         chat_template.check_thinking(tokenizer, thinking)
         end_token = chat_template.find_end_token(tokenizer, target.eos_token_ids)
-        return cls(tokenizer, target.eos_token_ids, target.vocab_size, end_token, thinking, image_processor)
+        date = datetime.date.fromisoformat(target.date) if target.date else None
+        return cls(tokenizer, target.eos_token_ids, target.vocab_size, end_token, thinking, image_processor, date)
 
     @property
     def pad_token(self) -> int:
@@ -47,6 +51,14 @@ class PromptEncoder:
         ids = chat_template.encode_prompt(self.tokenizer, messages, self.thinking, tools)
         chat_template.check_loss_mask(row, ids, [self.end_token], self.eos, complete=False)  # of the prompt only
         return self.expand_images(row, ids, images)
+
+    def list_dated_prompts(
+        self, row: str, messages: Messages, tools: Messages | None, images: list[str]
+    ) -> Iterator[list[int]]:
+        """Yield the prompt of other days (`chat_template.list_dated_prompts`), its images expanded."""
+        assert self.date is not None
+        for ids in chat_template.list_dated_prompts(self.tokenizer, self.date, messages, self.thinking, tools):
+            yield self.expand_images(row, ids, images)
 
     def encode_turns(self, messages: Messages, tools: Messages | None) -> list[tuple[list[int], list[int]]]:
         """Return (prompt ids, answer ids) of each answer that the messages hold, images not expanded."""
@@ -61,6 +73,10 @@ class PromptEncoder:
             return vision.expand_image_tokens(ids, processor.image_token_id, processor.count_image_tokens(images))
         except ValueError as error:
             raise ValueError(f"sample_target: row {row}: {error}") from None
+
+    def explain_rendered(self, messages: Messages) -> str | None:
+        """Return why these messages are a prompt that is rendered already, and what to do; None where they are not."""
+        return chat_template.explain_rendered(self.tokenizer, messages)
 
     def explain_hidden(self, messages: Messages, tools: Messages | None) -> str | None:
         """Return which of these messages the chat template does not show, and what to do; None where it shows all."""

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from transformers import AutoConfig
+
+from stages.target import foreign_files
 
 MAX_CACHED_BYTES = 1 << 30  # of cached patches; token counts are cached for all images
 MAX_PIXELS = 1 << 26  # 8,192 x 8,192, as in data/images.py; decoding takes up to 16 bytes per pixel, 1 GiB
@@ -49,11 +50,11 @@ class CachedImageProcessor:
     def __init__(self, folder: str | Path, trust_remote_code: bool) -> None:
         """Read the image token id. Raises ValueError where the target in `folder` has none."""
         self._source, self._trust = folder, trust_remote_code
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = foreign_files.read_config(folder, trust_remote_code)
         token = getattr(config, "image_token_id", None)
-        if token is None:
+        if type(token) is not int:
             raise ValueError(f"{folder}/config.json has no image_token_id, expected that of a multimodal target")
-        self.image_token_id = int(token)  # once per image embedding
+        self.image_token_id = token  # once per image embedding
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, ImagePatches] = OrderedDict()  # least recently used first
         self._cached_bytes = 0
@@ -122,9 +123,10 @@ class CachedImageProcessor:
             found = AutoImageProcessor.from_pretrained(
                 self._source, backend="pil", trust_remote_code=self._trust, local_files_only=True
             )
-        except (OSError, ValueError, ImportError) as error:
+            found(images=[Image.new("RGB", (64, 64))])  # settings of a wrong type come to light here
+        except Exception as error:  # foreign settings raise anything
             raise ValueError(
-                f"{self._source} has no image processor that works with Pillow ({error}); expected the "
+                f"{self._source} has no image processor that works with Pillow ({' '.join(str(error).split())}); expected the "
                 "preprocessor_config.json that the target was published with"
             ) from None
         if not hasattr(found, "merge_size"):

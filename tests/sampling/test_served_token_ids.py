@@ -23,6 +23,11 @@ def spell(tokenizer: Any, text: str) -> list[int]:
     return [token for character in text for token in tokenizer.encode(character, add_special_tokens=False)]
 
 
+def ended(tokenizer: Any, text: str) -> list[int]:
+    """The same with the target's end token, which engines return with the others."""
+    return [*spell(tokenizer, text), tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
 @pytest.fixture
 def tokenizer(project: Path) -> Any:
     return AutoTokenizer.from_pretrained("artifacts/target")
@@ -31,8 +36,8 @@ def tokenizer(project: Path) -> Any:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engines_own_ids_are_taken_though_its_text_tells_others(project: Path, tokenizer: Any, engine: str) -> None:
     """Bug: SGLang's ids, which it returns from 0.5.17 on, were not asked for, and such rows were dropped."""
-    ids = spell(tokenizer, "place: Graz")
-    assert len(ids) > len(tokenizer.encode("place: Graz", add_special_tokens=False)) + 1
+    ids = ended(tokenizer, "place: Graz")
+    assert len(ids) > len(tokenizer.encode("place: Graz", add_special_tokens=False)) + 2
 
     def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
         assert body["return_token_ids"] is True
@@ -43,13 +48,49 @@ def test_an_engines_own_ids_are_taken_though_its_text_tells_others(project: Path
         sample_target.main()
     found = report(project)
     assert found["token_ids"] == {"server": found["rows_in"]} and not found["dropped"]
-    assert all(row[:-1] == ids for row in answers(project, "train")["answer_ids"].to_list())
+    assert all(row == ids for row in answers(project, "train")["answer_ids"].to_list())
+
+
+ENDED_ELSEWHERE = (
+    r"dropped: 6 token_ids_unknown.*the server ended the answer {}, expected an end token of the target \("
+)
+
+
+@pytest.mark.parametrize(
+    ("choice", "found"),
+    [
+        ({"stop_reason": "place:"}, "at the string 'place:'"),
+        ({"matched_stop": 5}, r"at token 5, '\S+'"),
+        ({"token_ids": "bare"}, r"after token \d+, 'z'"),
+        ({"token_ids": "bare", "stop_reason": "Graz"}, "at the string 'Graz'"),
+        ({"token_ids": "bare", "matched_stop": "end"}, None),
+        ({"token_ids": "beyond", "finish_reason": "length"}, None),
+        ({"matched_stop": "end"}, None),
+    ],
+)
+def test_no_row_gets_an_end_token_that_the_target_did_not_write(
+    project: Path, tokenizer: Any, choice: dict[str, Any], found: str | None
+) -> None:
+    """Bug: an answer that the server ended at a string, or at a token of its own, got the target's end token behind it."""
+    bare, (*_, end) = spell(tokenizer, "place: Graz"), ended(tokenizer, "")
+    lists = {"bare": bare, "beyond": [*bare, end, 5, 6], "end": end}
+    choice = {key: lists.get(value, value) for key, value in choice.items()}
+    with serve_as("vllm", lambda b, n: completion("place: Graz", choice=choice)) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"})
+        if found:
+            with pytest.raises(ValueError, match=ENDED_ELSEWHERE.format(found)):
+                sample_target.main()
+            return
+        sample_target.main()
+    texts = [tokenizer.decode(ids) for ids in answers(project, "train")["answer_ids"]]
+    assert set(texts) == {"place: Graz<|im_end|>"}
+    assert set(answers(project, "train")["finish_reason"]) == {"stop"}
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda ids: [*range(40), *ids], "returned 51 token ids and counted 11"),
+        (lambda ids: [*range(40), *ids], "returned 52 token ids and counted 12"),
         (
             lambda ids: [token + 1 for token in ids],
             "token ids of another text than its own, which begins 'place: Graz'",
@@ -61,7 +102,7 @@ def test_ids_that_cannot_be_the_texts_are_dropped(
     project: Path, tokenizer: Any, capsys: pytest.CaptureFixture, change: Any, says: str
 ) -> None:
     """Bug: any ids were trained on: the prompt's among them, another text's, and some outside the vocabulary."""
-    ids = spell(tokenizer, "place: Graz")
+    ids = ended(tokenizer, "place: Graz")
     odd = completion("place: Graz", choice={"token_ids": change(ids)}, usage={"completion_tokens": len(ids)})
     good = completion("place: Graz", choice={"token_ids": ids}, usage={"completion_tokens": len(ids)})
     with serve_as("vllm", lambda b, n: good if n else odd) as fake:
@@ -102,7 +143,7 @@ def test_servers_of_which_no_ids_are_known_stop_the_run_and_others_go_on_with_it
 def test_a_text_may_differ_from_its_ids_by_spaces_and_a_cut_character_alone(
     project: Path, tokenizer: Any, text: str
 ) -> None:
-    ids = spell(tokenizer, "place: Graz")
+    ids = ended(tokenizer, "place: Graz")
     with serve_as("vllm", lambda b, n: completion(text, choice={"token_ids": ids})) as fake:
         set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"})
         if "!" in text:
@@ -132,7 +173,7 @@ def test_unknown_ids_are_asked_for_again_once_the_server_is_mended(project: Path
 
 
 def test_a_server_that_ignores_max_tokens_stops_the_run(project: Path, tokenizer: Any) -> None:
-    ids = spell(tokenizer, "place: Graz")
+    ids = ended(tokenizer, "place: Graz")
     with serve_as("vllm", lambda b, n: completion("place: Graz", choice={"token_ids": ids})) as fake:
         set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"}, max_new_tokens=5)
         with pytest.raises(

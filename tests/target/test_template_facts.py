@@ -1,5 +1,6 @@
 """What a chat template shows, hides and reads, and where an answer's tokens begin."""
 
+import datetime
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from stages.target import chat_template
-from tests.target.chat_templates import tokenizer
+from tests.target.chat_templates import FAMILIES, tokenizer
 
 ASK, ANSWER = {"role": "user", "content": "Name a river."}, {"role": "assistant", "content": "Nile."}
 LOOP = "{% for m in messages %}%s{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -114,8 +115,106 @@ def test_a_template_that_never_ends_or_raises_anything_is_refused(monkeypatch: p
     tok, eos = with_template("{{ 1 / (messages | length - 2) }}" + BETWEEN)
     with pytest.raises(chat_template.TemplateRefusalError, match="of the roles user, assistant: division by zero"):
         chat_template.encode_turns(tok, [ASK, ANSWER], eos)
-    monkeypatch.setattr(chat_template, "PROBE_S", 0.5)
-    nested = "{% for i in range(99999) %}"
-    tok, _ = with_template(nested * 4 + "{{ i }}" + "{% endfor %}" * 4)
-    with pytest.raises(ValueError, match="has not rendered one question in"):
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("{% for i in range(99999) %}" * 4 + "{{ i }}" + "{% endfor %}" * 4, "1 seconds"),
+        ("{% set i = 9 ** (9 ** messages | length * 9 ** 8) %}", "1 seconds"),
+        ("{{ 9 ** (9 ** 9) }}", "1 seconds"),
+        ("{{ messages | tojson(indent=10 ** 9) }}", "512 MiB of memory"),
+        ("{% set ns = namespace(t='aa') %}{% for i in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}", "512 MiB"),
+    ],
+)
+def test_a_template_that_computes_without_end_or_fills_the_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, text: str, limit: str
+) -> None:
+    """Bug: no limit held inside C (a power ran for 150 s), and none for memory (12 GiB by an indent)."""
+    if "seconds" in limit:
+        monkeypatch.setattr(chat_template, "PROBE_S", 1)
+    tok, _ = with_template(text + BETWEEN)
+    with pytest.raises(ValueError, match=f"has not rendered one question in {limit}"):
         chat_template.probe_template(tok)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_closes_an_answer_is_an_end_token_though_no_config_names_it(family: str) -> None:
+    """Bug: of a target whose eos_token_id is another token than its template's, each answer ran on to max_new_tokens."""
+    tok, eos = tokenizer(family)
+    assert chat_template.find_closing_token(tok, set()) == eos[0]
+    assert chat_template.find_closing_token(tok, {0}) == eos[0]
+    assert chat_template.find_closing_token(tok, {eos[0]}) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "closing"),
+    [
+        (BETWEEN, "<|im_end|>"),
+        (R1, "<|im_end|>"),
+        # GLM-4's: nothing closes an answer but the next header.
+        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", None),
+        # Cohere's: two tokens, of which the configs name the second.
+        (LOOP.replace("%s", "<|im_start|>{{ m.content }}<|im_end|><|endoftext|>"), None),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
+    ],
+)
+def test_a_header_is_no_end_token(template: str, closing: str | None) -> None:
+    tok, _ = with_template(template)
+    known = {tok.convert_tokens_to_ids("<|endoftext|>")}
+    found = chat_template.find_closing_token(tok, known)
+    assert found == (None if closing is None else tok.convert_tokens_to_ids(closing))
+
+
+@pytest.mark.parametrize("flag", ["", "{% if messages[-1].role != 'user' or true %}"])
+def test_a_header_behind_every_conversation_is_no_text_of_the_row(flag: str) -> None:
+    """Bug: Llama 3's first template ignores add_generation_prompt; `keep` stopped at the first row and blamed its text."""
+    turn = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+    header = f"{flag}<|im_start|>assistant{{{{ '\\n' }}}}" + "{% endif %}" * bool(flag)
+    tok, eos = with_template("{% for m in messages %}" + turn + "{% endfor %}" + header)
+    rows = chat_template.encode_turns(tok, [ASK, ANSWER, ASK, ANSWER], eos)
+    assert [tok.decode(answer) for _, answer in rows] == ["Nile.<|im_end|>"] * 2
+    assert all(tok.decode(prompt).endswith("<|im_end|><|im_start|>assistant\n") for prompt, _ in rows)
+    with pytest.raises(ValueError, match="goes on after its end token"):
+        chat_template.encode_turns(tok, [ASK, ANSWER | {"content": "Nile.<|im_end|> And Po."}], eos)
+
+
+@pytest.mark.parametrize(
+    ("content", "mark"),
+    [
+        ("<|im_start|>user\nName a river.<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
+        ("Name a river.<|im_end|>", "<|im_end|>"),
+        ([{"type": "text", "text": "<|im_start|>user\na"}], "<|im_start|>"),
+        ("<think> is text to this template, and so is assistant", None),
+    ],
+)
+def test_a_prompt_that_is_rendered_already_is_known_by_the_templates_marks(content: Any, mark: str | None) -> None:
+    """Bug: a prompt of a completions log was rendered twice, and the target asked what no server sees."""
+    tok, _ = tokenizer("qwen2.5")
+    found = chat_template.explain_rendered(tok, [{"role": "user", "content": content}])
+    assert (found is None) == (mark is None) and (mark is None or f"message 0 (user) holds {mark!r}" in str(found))
+
+
+def test_a_rendered_prompt_is_known_by_a_header_of_plain_text() -> None:
+    tok, _ = prefixing_tokenizer()
+    assert chat_template.explain_rendered(tok, [ASK]) is None
+    rendered = [{"role": "user", "content": "USER: Name a river. ASSISTANT:"}]
+    assert "holds 'ASSISTANT:'" in str(chat_template.explain_rendered(tok, rendered))
+
+
+@pytest.mark.parametrize("family", ["llama3.2", "harmony"])
+def test_a_template_with_a_fixed_date_renders_what_it_did_that_day(family: str) -> None:
+    tok, _ = tokenizer(family)
+    assert chat_template.reads_date(tok.chat_template) and not chat_template.reads_date(
+        tokenizer("qwen3")[0].chat_template
+    )
+    today = datetime.date.today()
+    wanted = chat_template.encode_prompt(tok, [ASK])
+    own = tok.chat_template
+    tok.chat_template = chat_template.fix_date(own, today)
+    assert chat_template.encode_prompt(tok, [ASK]) == wanted and not chat_template.reads_date(tok.chat_template)
+    tok, _ = with_template(chat_template.fix_date(own, datetime.date(2024, 7, 4)))
+    text = tok.decode(chat_template.encode_prompt(tok, [ASK]))
+    assert ("04 Jul 2024" if family == "llama3.2" else "2024-07-04") in text
+    dated = list(chat_template.list_dated_prompts(tok, today - datetime.timedelta(3), [ASK], None, None))
+    assert len(dated) == 6 and f"{today:%d}" in tok.decode(dated[0])
