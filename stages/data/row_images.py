@@ -8,7 +8,6 @@ file in the data's own folder or in one of fix_data.image_folders, and only what
 
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from stages.data import images
 from stages.data.conversations import IMAGE_PLACEHOLDER
 from stages.data.json_lines import describe_value, is_text
+from stages.runtime import foreign_paths
 
 
 class DroppedRowError(Exception):
@@ -134,20 +134,16 @@ def _save_image(image: Any, description: str, folder: str | None, roots: Sequenc
 def _read_image_file(file: Path, name: str, roots: Sequence[Path]) -> bytes:
     """Return the bytes of a plain file in one of `roots`. Raise DroppedRowError for any other."""
     try:
-        real = file.resolve(strict=True)
-        if not any(real.is_relative_to(root.resolve()) for root in roots):
-            raise DroppedRowError("image_outside", f"{name} is outside of the data's folder", IMAGE_OUTSIDE)
-        opened = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its writer
-        with os.fdopen(opened, "rb") as content:
-            found = os.fstat(content.fileno())
-            if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_FILE_BYTES:
+        with foreign_paths.open_file(file, roots) as content:
+            if (size := os.fstat(content.fileno()).st_size) <= MAX_FILE_BYTES:
                 return content.read()
-        why = "is no file here" if not stat.S_ISREG(found.st_mode) else f"has {found.st_size:,} bytes"
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        why = "is no file here"
-    except (OSError, RuntimeError) as error:  # no permission, a disk error, too long a name, a circle of links
-        why = f"can't be read ({getattr(error, 'strerror', None) or error})"
-    raise DroppedRowError("image_missing", f"{name} {why}", IMAGE_FILE)
+    except foreign_paths.ForeignPathError as error:
+        if error.is_outside:
+            raise DroppedRowError("image_outside", f"{name} is outside of the data's folder", IMAGE_OUTSIDE) from None
+        raise DroppedRowError("image_missing", f"{name} {error}", IMAGE_FILE) from None
+    except OSError as error:  # of the disk
+        raise DroppedRowError("image_missing", f"{name} can't be read ({error.strerror})", IMAGE_FILE) from None
+    raise DroppedRowError("image_missing", f"{name} has {size:,} bytes", IMAGE_FILE)
 
 
 def _read_image_bytes(image: Any, description: str) -> bytes | None:
