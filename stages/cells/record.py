@@ -77,16 +77,9 @@ class Record(BaseModel):
 
         A column whose field has a default may be missing, as such a key of a JSON file: an earlier version wrote none.
         """
-        if not path.exists():
-            raise atomic.BrokenArtifactError(f"{path} not found", f"run: dvc repro {made_by}")
-        try:
-            with path.open(newline="", encoding="utf-8") as file:
-                lines = csv.DictReader(file)
-                columns, rows = lines.fieldnames or (), list(lines)
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise atomic.BrokenArtifactError(
-                f"{path} can't be read as CSV ({error})", atomic.format_rerun_hint(made_by)
-            ) from None
+        with atomic.guard_artifact(path, "CSV", made_by), path.open(newline="", encoding="utf-8") as file:
+            lines = csv.DictReader(file)
+            columns, rows = lines.fieldnames or (), list(lines)
         if missing := sorted({name for name, field in cls.model_fields.items() if field.is_required()} - set(columns)):
             raise atomic.BrokenArtifactError(f"{path} lacks the columns {missing}", atomic.format_rerun_hint(made_by))
         try:

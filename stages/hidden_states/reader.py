@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from stages.hidden_states import format
@@ -84,12 +84,8 @@ def read_headers(folder: Path) -> Iterator[RowHeader]:
     for path, entries in _group_by_shard(folder, read_index(folder)):
         slices = open_shard(path)
         for entry in entries:
-            try:
+            with atomic.guard_artifact(path, "safetensors", MADE_BY):
                 header = _read_header(entry, slices)
-            except (SafetensorError, OSError) as error:
-                raise BrokenArtifactError(
-                    f"{path} is missing or cut ({error})", atomic.format_rerun_hint(MADE_BY)
-                ) from None
             if not len(header.ids) == len(header.mask) == entry.length:
                 raise BrokenArtifactError(
                     f"{path}: row {entry.id} lies past its end", atomic.format_rerun_hint(MADE_BY)
@@ -120,14 +116,8 @@ def read_stored(folder: Path, rows: pl.DataFrame) -> Iterator[tuple[RowHeader, S
 def read_index(folder: Path) -> pl.DataFrame:
     """Return index.parquet. Raises ValueError where it is missing, broken or has other columns."""
     path = folder / "index.parquet"
-    try:
-        index = pl.read_parquet(path)
-    except FileNotFoundError:
-        raise BrokenArtifactError(f"{path} not found", f"run: dvc repro {MADE_BY}") from None
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise BrokenArtifactError(
-            f"{path} is not readable Parquet ({error})", atomic.format_rerun_hint(MADE_BY)
-        ) from None
+    with atomic.guard_artifact(path, "Parquet", MADE_BY):
+        index = pl.read_parquet(path, glob=False)
     if index.schema not in (format.INDEX_SCHEMA, format.MULTIMODAL_INDEX_SCHEMA):
         raise BrokenArtifactError(
             f"{path} has columns {dict(index.schema)}, expected {dict(format.INDEX_SCHEMA)}",
@@ -146,7 +136,7 @@ def digest_folder(folder: Path) -> str:
 
 def open_shard(path: Path) -> ShardSlices:
     """Map the shard's tensors without reading them. Raises ValueError where the shard is missing or cut."""
-    try:
+    with atomic.guard_artifact(path, "safetensors", MADE_BY):
         shard = safe_open(path, framework="pt")
         names = ["features", "last", "ids", "mask"]
         if is_multimodal := "positions" in shard.keys():  # noqa: SIM118 - not a dict
@@ -154,8 +144,6 @@ def open_shard(path: Path) -> ShardSlices:
         if shard.get_slice("features").get_dtype() == format.SAFETENSORS_DTYPES[format.FP8]:
             names += ["features_scale", "last_scale", *(["visual_scale"] if is_multimodal else [])]
         return {name: shard.get_slice(name) for name in names}
-    except (FileNotFoundError, SafetensorError, OSError) as error:
-        raise BrokenArtifactError(f"{path} is missing or cut ({error})", atomic.format_rerun_hint(MADE_BY)) from None
 
 
 def read_row(
@@ -165,13 +153,12 @@ def read_row(
 
     Raises ValueError naming the row, where it is not what its entry says, or holds NaN or infinity.
     """
-    try:
+    with atomic.guard_artifact(path, "safetensors", MADE_BY):
         fits = 0 <= entry.offset <= entry.tokens.stop <= slices["ids"].get_shape()[0]
         fits = fits and _is_visual_range_valid(entry, slices)
         found = (_read_header(entry, slices), _read_block(entry, slices)) if fits else None
-    except (SafetensorError, OSError) as error:
-        raise BrokenArtifactError(f"{path} is missing or cut ({error})", atomic.format_rerun_hint(MADE_BY)) from None
-    if found is None or (verify and format.compute_checksum(*found) != entry.checksum):
+        is_whole = found is not None and (not verify or format.compute_checksum(*found) == entry.checksum)
+    if found is None or not is_whole:
         raise BrokenArtifactError(
             f"{path}: row {entry.id} does not match its checksum", atomic.format_rerun_hint(MADE_BY)
         )
