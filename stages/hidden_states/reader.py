@@ -20,12 +20,14 @@ from torch import Tensor
 
 from stages.hidden_states import format
 from stages.hidden_states.format import MADE_BY, HiddenStatesRow, IndexEntry, RowHeader, StoredHiddenStates
+from stages.hidden_states.shard_plan import name_shard
 from stages.runtime import atomic
 from stages.runtime.atomic import BrokenArtifactError
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
 
 TRAIN_FOLDER = Path("data/hiddens/train")
+STORED_DTYPES = {format.SAFETENSORS_DTYPES[dtype]: dtype for dtype in format.DTYPES.values()}
 ShardSlices = dict[str, Any]  # tensor name -> safetensors' slice, mapped and unread
 
 
@@ -86,10 +88,6 @@ def read_headers(folder: Path) -> Iterator[RowHeader]:
         for entry in entries:
             with atomic.guard_artifact(path, "safetensors", MADE_BY):
                 header = _read_header(entry, slices)
-            if not len(header.ids) == len(header.mask) == entry.length:
-                raise BrokenArtifactError(
-                    f"{path}: row {entry.id} lies past its end", atomic.format_rerun_hint(MADE_BY)
-                )
             yield header
 
 
@@ -125,7 +123,38 @@ def read_index(folder: Path) -> pl.DataFrame:
         )
     if any(index.null_count().row(0)):
         raise BrokenArtifactError(f"{path} lacks values of some rows", atomic.format_rerun_hint(MADE_BY))
+    _check_shards(folder, index)
     return index
+
+
+def _check_shards(folder: Path, index: pl.DataFrame) -> None:
+    """Raise ValueError unless the rows of the index fill the folder's shards in order, each once, and all shards are of one form."""
+    names = [str(name) for name in index["shard"].unique(maintain_order=True)]
+    wanted = [name_shard(number) for number in range(len(names))]
+    if names != wanted or sorted(file.name for file in folder.glob("*.safetensors")) != wanted:
+        raise BrokenArtifactError(
+            f"{folder}: index.parquet and the shards beside it are not of one extraction, expected rows of all, in order",
+            atomic.format_rerun_hint(MADE_BY),
+        )
+    form: tuple[int, int, torch.dtype] | None = None  # K, H and the stored dtype of the first shard
+    for name, rows in zip(names, index.partition_by("shard", maintain_order=True), strict=True):
+        with atomic.guard_artifact(folder / name, "hidden states", MADE_BY):
+            found = {tensor: (part.get_dtype(), part.get_shape()) for tensor, part in open_shard(folder / name).items()}
+            kind, (_, width) = found["last"]
+            form = form or (found["features"][1][1] // max(1, width), width, STORED_DTYPES[kind])
+            tokens = _count_tokens(rows, "offset", "length")
+            image_tokens = _count_tokens(rows, *format.VISUAL_RANGE) if format.VISUAL_RANGE[0] in rows.columns else None
+            shapes = format.list_shard_shapes(tokens, image_tokens, *form)
+            expected = {tensor: (format.SAFETENSORS_DTYPES[of], shape) for tensor, (of, shape) in shapes.items()}
+            if wrong := [tensor for tensor in found | expected if found.get(tensor) != expected.get(tensor)]:
+                raise ValueError(f"{wrong[0]} is {found.get(wrong[0])}, expected {expected.get(wrong[0])}")
+
+
+def _count_tokens(rows: pl.DataFrame, offset: str, length: str) -> int:
+    """Return the tokens of a shard's rows. Raises ValueError unless each row begins where the one before ends."""
+    if (rows[length] < 0).any() or (rows[offset] != rows[length].cum_sum() - rows[length]).any():
+        raise ValueError("its rows in index.parquet leave tokens out or have them twice")
+    return int(rows[length].sum())
 
 
 def digest_folder(folder: Path) -> str:
@@ -154,11 +183,9 @@ def read_row(
     Raises ValueError naming the row, where it is not what its entry says, or holds NaN or infinity.
     """
     with atomic.guard_artifact(path, "safetensors", MADE_BY):
-        fits = 0 <= entry.offset <= entry.tokens.stop <= slices["ids"].get_shape()[0]
-        fits = fits and _is_visual_range_valid(entry, slices)
-        found = (_read_header(entry, slices), _read_block(entry, slices)) if fits else None
-        is_whole = found is not None and (not verify or format.compute_checksum(*found) == entry.checksum)
-    if found is None or not is_whole:
+        found = _read_header(entry, slices), _read_block(entry, slices)
+        is_whole = not verify or format.is_checksum(entry.checksum, *found)
+    if not is_whole:
         raise BrokenArtifactError(
             f"{path}: row {entry.id} does not match its checksum", atomic.format_rerun_hint(MADE_BY)
         )
@@ -173,14 +200,6 @@ def read_row(
 def _group_by_shard(folder: Path, rows: pl.DataFrame) -> Iterator[tuple[Path, list[IndexEntry]]]:
     for (name,), group in rows.group_by("shard", maintain_order=True):
         yield folder / str(name), [IndexEntry(**row) for row in group.iter_rows(named=True)]
-
-
-def _is_visual_range_valid(entry: IndexEntry, slices: ShardSlices) -> bool:
-    """Return whether index and shard agree on being multimodal, and the row's image tokens lie in the shard."""
-    if entry.visual_offset is None or "visual" not in slices:
-        return entry.visual_offset is None and "visual" not in slices
-    tokens = entry.image_tokens
-    return 0 <= tokens.start <= tokens.stop <= slices["visual"].get_shape()[0]
 
 
 def _read_block(entry: IndexEntry, slices: ShardSlices) -> StoredHiddenStates:

@@ -25,7 +25,7 @@ def read_yaml(path: Path) -> Any:
         try:
             return parse_yaml(text)
         except Exception as error:
-            problem, _, advice = _explain(error).rpartition("; ")
+            problem, advice = _explain(error)
             raise guarded_files.BrokenArtifactError(f"{path} is not valid YAML: {problem}", advice) from None
 
 
@@ -61,14 +61,10 @@ def _check_limit(event: Any, what: str, found: int, most: int) -> None:
         raise ValueError(f"line {event.start_mark.line + 1}: expected at most {most} {what}, found more")
 
 
-def _explain(error: Exception) -> str:
-    """Return a parser's error in one line, with the line number."""
+def _explain(error: Exception) -> tuple[str, str]:
+    """Return a parser's error in one line, with the line number, and what to do."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     # In brackets the parser takes a colon for that of a key.
     is_colon = problem == "found unexpected ':'"
     advice = 'put text with a colon in quotes, as ["http://gpu1:8000"]' if is_colon else "correct it"
-    return (
-        f"line {mark.line + 1}: {problem}; {advice}"
-        if mark and problem
-        else f"{' '.join(str(error).split())}; {advice}"
-    )
+    return f"line {mark.line + 1}: {problem}" if mark and problem else " ".join(str(error).split()), advice
