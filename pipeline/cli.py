@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from pipeline.command_help import GroupedCommands
-from stages.telemetry.interruption import INTERRUPTED, replace_unprintable, watch_ctrl_c
+from stages.telemetry.interruption import INTERRUPTED, filter_terminal, watch_ctrl_c
 
 app = typer.Typer(
     name="aerie",
@@ -351,7 +351,7 @@ def _exec_module(module: str, *words: str) -> NoReturn:
 def run_command_line(words: list[str]) -> None:
     """Run one command. Raises SystemExit with a line `aerie: ...` for anything the user can correct, and after Ctrl-C."""
     started = time.time()
-    replace_unprintable()
+    filter_terminal()
     with watch_ctrl_c() as interrupted:
         try:
             status = _run_command(words)

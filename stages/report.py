@@ -62,11 +62,11 @@ def main(*arguments: str) -> None:
         if lines:
             text = atomic.read_json(METRICS_FILE, "report")["verdict"]["text"]
             lines += [f"verdict, by what was measured first: {text}", *inputs.describe_older_engines(launch)]
-        print(
-            "\n".join(lines)
-            or f"no serving engine was timed (serving_costs.workloads: docs/cost.md), so nothing is advised for one; {PAGE_FILE} "
+        unknown = (
+            f"no serving engine was timed (serving_costs.workloads: docs/cost.md), so nothing is advised for one; {PAGE_FILE} "
             "has what the torch engine's costs predict"
         )
+        print(*lines or [unknown], sep="\n")
     elif arguments:
         raise ValueError(f"report takes --launch or nothing; found {' '.join(arguments)}")
     else:
@@ -93,7 +93,7 @@ def write_report(p: schema.Params) -> None:
     atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p, target), found, metrics, files))
     text = format_terminal_table(found, metrics)
     atomic.write_text(TABLE_FILE, f"{text}\n")
-    print(text)
+    print(*text.split("\n"), sep="\n")
 
 
 def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> ReportInputs:

@@ -44,7 +44,16 @@ VALUES = (
     None, True, -1, 0, 1, 7, 1.5, 10**30, 1e300, 1e-300, "", "x", "9" * 5000, "\ud800", float("nan"), float("inf"), *NAMES, [],
     [None], [0.5, "x"], {}, {"rope_type": 3}, {"a": {"b": []}}, DEEP,
 )  # fmt: skip
-DTYPES = (torch.float16, torch.float64, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint16)
+DTYPES = (
+    torch.float16,
+    torch.float64,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.uint16,
+)
 ROWS = [{"messages": [{"role": role, "content": f"{n}?"} for role in ("user", "assistant")]} for n in range(12)]
 
 
@@ -102,6 +111,12 @@ def copied(folder: Path, file: str, read: Callable[[Path], object]) -> Read:
     return lambda: read(copy)
 
 
+def publication_with_csv(folder: Path) -> Read:
+    for suffix in ("csv", "yaml"):
+        shutil.copy(ROOT / f"published/specforge-sweep.{suffix}", folder)
+    return lambda: read_publication(folder / "specforge-sweep.yaml")
+
+
 READERS: dict[str, Callable[[Path], Read]] = {
     "published eagle3": published_eagle3,
     "deepspec": lambda folder: published_block(folder, "dspark", "deepspec"),
@@ -117,6 +132,7 @@ READERS: dict[str, Callable[[Path], Read]] = {
     "recipe": lambda folder: copied(folder, "recipes/angelslim-qwen3-8b.yaml", read_recipe),
     "tables": lambda folder: copied(folder, "data/tables/weather.yaml", load_table_file.__wrapped__),
     "publication": lambda folder: copied(folder, "published/eagle3-paper.yaml", read_publication),
+    "publication in CSV": publication_with_csv,
 }  # fmt: skip
 
 
@@ -132,7 +148,10 @@ def list_places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def change_value(document: Any, choice: random.Random) -> Any:
     """Replace, drop, double or move one value."""
-    if not (places := list(list_places(document)) if isinstance(document, dict | list) else []) or choice.random() < 0.03:
+    if (
+        not (places := list(list_places(document)) if isinstance(document, dict | list) else [])
+        or choice.random() < 0.03
+    ):
         return choice.choice(VALUES)
     container, key = choice.choice(places)
     other, there = choice.choice(places)
@@ -223,7 +242,11 @@ def replace_file(path: Path, choice: random.Random) -> None:
         case 5:
             path.write_bytes(b"")
         case 6:
-            path.write_bytes(choice.choice([file for file in sorted(path.parent.iterdir()) if file.is_file()] or [Path(__file__)]).read_bytes())
+            path.write_bytes(
+                choice.choice(
+                    [file for file in sorted(path.parent.iterdir()) if file.is_file()] or [Path(__file__)]
+                ).read_bytes()
+            )
 
 
 CHANGES: dict[str, Change] = {

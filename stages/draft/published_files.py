@@ -163,7 +163,8 @@ def read_tensors(folder: Path, renames: Sequence[tuple[str, str]]) -> dict[str, 
                     continue
                 if renamed in tensors:
                     raise guarded_files.BrokenArtifactError(
-                        f"{file} has {renamed} under two names, {name} one of them, expected one", "export the draft again"
+                        f"{file} has {renamed} under two names, {name} one of them, expected one",
+                        "export the draft again",
                     )
                 tensors[renamed] = file_tensors[name] = opened.get_tensor(name)
             problem = checkpoint.find_nonfinite_values(file_tensors)

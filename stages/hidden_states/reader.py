@@ -128,7 +128,7 @@ def read_index(folder: Path) -> pl.DataFrame:
 
 
 def _check_shards(folder: Path, index: pl.DataFrame) -> None:
-    """Raise ValueError unless the rows of the index fill the folder's shards in order, each once, and all shards are of one form."""
+    """Raise ValueError unless the rows of the index fill the folder's shards, in order, each once, and all have one form."""
     names = [str(name) for name in index["shard"].unique(maintain_order=True)]
     wanted = [name_shard(number) for number in range(len(names))]
     if names != wanted or sorted(file.name for file in folder.glob("*.safetensors")) != wanted:

@@ -31,9 +31,7 @@ class BrokenArtifactError(ValueError):
 
 
 @contextmanager
-def guard_parsing(
-    path: Path, kind: str, remedy: str, if_missing: str = "", root: Path | None = None
-) -> Iterator[None]:
+def guard_parsing(path: Path, kind: str, remedy: str, if_missing: str = "", root: Path | None = None) -> Iterator[None]:
     """Check that `path` is a regular file, and raise BrokenArtifactError for anything that its parser raises in the block.
 
     `kind` is what the file must be, as JSON. No link may lead out of `root`, the folder of a foreign file. What the machine
@@ -66,9 +64,7 @@ def _check_links(path: Path, root: Path) -> None:
         raise BrokenArtifactError(f"{path} {error}, expected no link to elsewhere", "copy the file there") from None
 
 
-def read_json(
-    path: Path, remedy: str, if_missing: str = "", kind: type = dict, root: Path | None = None
-) -> Any:
+def read_json(path: Path, remedy: str, if_missing: str = "", kind: type = dict, root: Path | None = None) -> Any:
     """Return what a JSON file holds, an object, or a list where `kind` says so. Raises BrokenArtifactError."""
     with guard_parsing(path, "JSON", remedy, if_missing, root):
         if path.stat().st_size > MOST_BYTES:
@@ -80,7 +76,7 @@ def read_json(
 
 
 def parse_json(data: bytes) -> Any:
-    """Return the value of JSON in UTF-8. Raises ValueError also for deep nesting, and for half characters, which no file holds."""
+    """Return the value of JSON in UTF-8. Raises ValueError also for deep nesting, and for halves of characters."""
     found = json.loads(data.decode("utf-8"))
     if SURROGATE.search(data):
         json.dumps(found, ensure_ascii=False).encode()
@@ -97,7 +93,9 @@ def list_indexed_files(index: Path, remedy: str) -> list[Path]:
     """Return the safetensors files that the index beside them names. Raises BrokenArtifactError, also for a file elsewhere."""
     names = read_json(index, remedy).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise BrokenArtifactError(f"{index}: expected weight_map with a file for each tensor, found {names!r:.60}", remedy)
+        raise BrokenArtifactError(
+            f"{index}: expected weight_map with a file for each tensor, found {names!r:.60}", remedy
+        )
     if elsewhere := [name for name in names.values() if not re.fullmatch(r"[^/\\\0]+\.safetensors", name)]:
         raise BrokenArtifactError(f"{index} names {elsewhere[0]!r:.60}, expected safetensors files beside it", remedy)
     return [index.parent / name for name in sorted(set(names.values()))]

@@ -1,5 +1,7 @@
 """YAML that a user or another person wrote, read by the parser that DVC uses, so that both read the same values."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ def read_yaml(path: Path) -> Any:
 
     Raises:
         ValueError: in one line that names the file, for invalid bytes, dates and YAML, duplicate keys and too deep nesting.
-        OSError: the file can't be read.
+        FileNotFoundError: there is no such file.
     """
-    path.stat()
+    if not (path.exists() or path.is_symlink()):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with guarded_files.guard_parsing(path, "YAML", "correct it"):
         text = path.read_bytes().decode("utf-8")
         try:
