@@ -27,7 +27,7 @@ def limit_draft_sampling(draft_sampling: DraftSampling, temperature: float) -> D
 class Record(BaseModel):
     """An object with exactly these keys."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     def __getitem__(self, name: str) -> Any:
         """Return a field whose name is known at run time only, as a column of a table."""

@@ -263,7 +263,9 @@ def _read_table(path: Path, file: _PublicationFile, table: _Table, where: str) -
     columns = [_parse_column(column, file.metrics, f"{where}.columns") for column in table.columns]
     shared = file.settings.model_dump(exclude_unset=True) | table.settings.model_dump(exclude_unset=True)
     if table.csv and Path(table.csv).name != table.csv:
-        raise ValueError(f"{where}.csv: expected the name of a file beside it, found {table.csv!r}; move the file there")
+        raise ValueError(
+            f"{where}.csv: expected the name of a file beside it, found {table.csv!r}; move the file there"
+        )
     csv_file = path.parent / table.csv if table.csv else None
     for n, values in enumerate(_read_csv(csv_file) if csv_file else table.rows or ()):
         location = f"{csv_file}, row {n + 1}" if csv_file else f"{where}.rows[{n}]"

@@ -16,7 +16,7 @@ from stages.params import stage_inputs
 from stages.params.schema import load_params
 from stages.runtime import scratch
 from stages.telemetry import stage_log, unfinished
-from stages.telemetry.interruption import INTERRUPTED, filter_terminal, watch_ctrl_c
+from stages.telemetry.interruption import INTERRUPTED, escape_controls, filter_terminal, watch_ctrl_c
 from stages.telemetry.machine_errors import explain_machine_error
 
 
@@ -53,7 +53,7 @@ def _run_watched(main: Callable[..., None], list_gpus: Callable[[], list[int] | 
         else:
             raise
     if status is not None:
-        sys.exit(status)
+        sys.exit(escape_controls(status) if isinstance(status, str) else status)
 
 
 def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | None]) -> None:
