@@ -32,6 +32,7 @@ from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes
 from stages.reproduce.block_flop import BlockFlop, BlockWork
 from stages.reproduce.target_size import TargetSize, format_count, get_itemsize, read_target_size
+from stages.runtime import atomic
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 
@@ -116,13 +117,13 @@ def main(recipe_file: str, params_file: str, gpu: str = "h200") -> None:
 def read_row_tokens(p: schema.Params) -> int:
     """Return the mean length of the rows that were extracted here with this target, the most it may be if none were."""
     try:
-        target = json.loads(Path("artifacts/target/target.json").read_text(encoding="utf-8"))
-        report = json.loads(Path("results/hiddens_report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return p.extract_hiddens.max_length
-    if target.get("model") != p.target.model or not report.get("rows_out"):
-        return p.extract_hiddens.max_length
-    return math.ceil(report["tokens"] / report["rows_out"])
+        target = atomic.read_json(Path("artifacts/target/target.json"), "prepare_target")
+        report = atomic.read_json(Path("results/hiddens_report.json"), "extract_hiddens")
+        if target["model"] == p.target.model and report["rows_out"] > 0:
+            return math.ceil(report["tokens"] / report["rows_out"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        pass
+    return p.extract_hiddens.max_length
 
 
 def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu: str = "h200") -> RunEstimate:
