@@ -1,6 +1,7 @@
 """The base of the records in results/: JSON objects and rows of CSV files, with one reader of each."""
 
 import csv
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ def limit_draft_sampling(draft_sampling: DraftSampling, temperature: float) -> D
 class Record(BaseModel):
     """An object with exactly these keys."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     def __getitem__(self, name: str) -> Any:
         """Return a field whose name is known at run time only, as a column of a table."""
@@ -83,11 +84,16 @@ class Record(BaseModel):
         if missing := sorted({name for name, field in cls.model_fields.items() if field.is_required()} - set(columns)):
             raise atomic.BrokenArtifactError(f"{path} lacks the columns {missing}", atomic.format_rerun_hint(made_by))
         try:
-            return [cls.model_validate({name: text or None for name, text in row.items()}) for row in rows]
+            found = [cls.model_validate({name: text or None for name, text in row.items()}) for row in rows]
         except ValidationError as error:
             raise atomic.BrokenArtifactError(
                 f"{path} has a line that {_explain_error(error)}", atomic.format_rerun_hint(made_by)
             ) from None
+        if any(isinstance(value, float) and not math.isfinite(value) for row in found for value in vars(row).values()):
+            raise atomic.BrokenArtifactError(
+                f"{path} holds NaN or infinity, expected numbers", atomic.format_rerun_hint(made_by)
+            )
+        return found
 
 
 @dataclass(frozen=True)
