@@ -1,4 +1,4 @@
-"""What stages report of themselves in results/: the keys that the page shows by name, checked; others are shown as they are."""
+"""Records of the reports that stages write in results/, with the keys that the page shows by name; it shows others as they are."""
 
 from pydantic import Field
 

@@ -88,7 +88,7 @@ def read_json(path: Path, made_by: str, kind: type = dict) -> Any:
     Raises:
         BrokenArtifactError: naming the file and the stage that makes it, where it is missing, broken or of another kind.
     """
-    return guarded_files.read_json(path, format_rerun_hint(made_by), f"run: dvc repro {made_by}", kind)
+    return guarded_files.read_json(path, format_rerun_hint(made_by), f"run: dvc repro {made_by}", kind, finite=True)
 
 
 def guard_artifact(path: Path, kind: str, made_by: str) -> AbstractContextManager[None]:

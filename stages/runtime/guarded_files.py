@@ -4,6 +4,7 @@ A pipe or a device is never opened, since reading it may never end; a library's 
 """
 
 import json
+import math
 import re
 import stat
 from collections.abc import Iterator
@@ -64,20 +65,26 @@ def _check_links(path: Path, root: Path) -> None:
         raise BrokenArtifactError(f"{path} {error}, expected no link to elsewhere", "copy the file there") from None
 
 
-def read_json(path: Path, remedy: str, if_missing: str = "", kind: type = dict, root: Path | None = None) -> Any:
+def read_json(
+    path: Path, remedy: str, if_missing: str = "", kind: type = dict, root: Path | None = None, finite: bool = False
+) -> Any:
     """Return what a JSON file holds, an object, or a list where `kind` says so. Raises BrokenArtifactError."""
     with guard_parsing(path, "JSON", remedy, if_missing, root):
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"{path.stat().st_size} bytes, expected at most {MOST_BYTES}")
-        found = parse_json(path.read_bytes())
+        found = parse_json(path.read_bytes(), finite)
     if not isinstance(found, kind):
         raise BrokenArtifactError(f"{path}: expected a JSON {kind.__name__}, found {found!r:.60}", remedy)
     return found
 
 
-def parse_json(data: bytes) -> Any:
-    """Return the value of JSON in UTF-8. Raises ValueError also for deep nesting, and for halves of characters."""
-    found = json.loads(data.decode("utf-8"))
+def parse_json(data: bytes, finite: bool = False) -> Any:
+    """Return the value of JSON in UTF-8. Raises ValueError also for deep nesting, and for halves of characters.
+
+    `finite`: for NaN and infinity too, which a config may hold, and no file of ours.
+    """
+    parse_number = _parse_finite if finite else float
+    found = json.loads(data.decode("utf-8"), parse_constant=parse_number, parse_float=parse_number)
     if SURROGATE.search(data):
         json.dumps(found, ensure_ascii=False).encode()
     level = [found]
@@ -87,6 +94,12 @@ def parse_json(data: bytes) -> Any:
         if not level:
             return found
     raise ValueError(f"expected at most {MOST_LEVELS} levels of nesting, found more")
+
+
+def _parse_finite(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"expected finite numbers, found {digits:.20}")
+    return number
 
 
 def list_indexed_files(index: Path, remedy: str) -> list[Path]:
