@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stages.draft.config_types import check_types
 from stages.runtime import atomic, guarded_files
 
 DRAFTS_FOLDER = Path("drafts")
@@ -62,6 +63,15 @@ def read_progress(folder: Path, made_by: str) -> dict[str, Any]:
             f"{path}: expected the numbers epoch and step, found {found!r:.60}", atomic.format_rerun_hint(made_by)
         )
     return found
+
+
+def read_config(folder: Path, made_by: str) -> dict[str, Any]:
+    """Return config.json of `folder`/draft. Raises BrokenArtifactError, also for a value of another type."""
+    path = folder / "draft" / "config.json"
+    config: dict[str, Any] = atomic.read_json(path, made_by)
+    with atomic.guard_artifact(path, "config of a draft", made_by):
+        check_types(config)
+    return config
 
 
 def read_tensors(path: Path, made_by: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Records of the reports that stages write in results/, with the keys that the page shows by name; it shows others as they are."""
+"""Records of the reports that stages write in results/: the keys that the page shows by name; other keys pass as they are."""
 
 from pydantic import Field
 
