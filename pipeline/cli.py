@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from pipeline.command_help import GroupedCommands
-from stages.telemetry.interruption import INTERRUPTED, replace_unprintable, watch_ctrl_c
+from stages.telemetry.interruption import INTERRUPTED, escape_controls, filter_terminal, watch_ctrl_c
 
 app = typer.Typer(
     name="aerie",
@@ -351,7 +351,7 @@ def _exec_module(module: str, *words: str) -> NoReturn:
 def run_command_line(words: list[str]) -> None:
     """Run one command. Raises SystemExit with a line `aerie: ...` for anything the user can correct, and after Ctrl-C."""
     started = time.time()
-    replace_unprintable()
+    filter_terminal()
     with watch_ctrl_c() as interrupted:
         try:
             status = _run_command(words)
@@ -386,12 +386,14 @@ def _exit_with_line(error: Exception, words: list[str]) -> NoReturn:
 
     if isinstance(error, UsageError):
         shown = error.ctx.command_path if error.ctx else "aerie"
-        sys.exit(f"aerie: {error.format_message()} Found: {' '.join(words)}; run: {shown} --help")
-    if isinstance(error, ValueError | StageError):
-        sys.exit(f"aerie: {error}")
-    if problem := machine_errors.explain_file_error(error):
-        sys.exit(f"aerie: {problem}")
-    raise error
+        problem: str | None = f"{error.format_message()} Found: {' '.join(words)}; run: {shown} --help"
+    elif isinstance(error, ValueError | StageError):
+        problem = str(error)
+    else:
+        problem = machine_errors.explain_file_error(error)
+    if problem is None:
+        raise error
+    sys.exit(escape_controls(f"aerie: {problem}"))
 
 
 def main() -> None:

@@ -189,7 +189,7 @@ def read_table() -> Iterator[str]:
     """Yield the table of the last report. Raises ValueError if there is none."""
     if not TABLE_FILE.exists():
         raise ValueError(f"{TABLE_FILE} not found; run: aerie run")
-    yield TABLE_FILE.read_text(encoding="utf-8").rstrip("\n")
+    yield from TABLE_FILE.read_text(encoding="utf-8").rstrip("\n").split("\n")
 
 
 def describe_outdated() -> Iterator[str]:

@@ -374,10 +374,10 @@ def reproduce_stage(
     # its lock within 3 s.
     words = [DVC_MODULE, "--wait-for-lock", "repro", "--single-item", name]
     if status := run_command(words, DvcOutput([name], begin, read_line), environment, held_files):
-        log = "\n".join(tail)
+        log = "\n  ".join(tail)
         raise StageError(
             f"stage {name} failed (dvc exited with {status}); fix the cause and run again, what has finished is cached. "
-            f"The end of its log:\n{log}",
+            f"The end of its log:\n  {log}",
             is_transient(log),
             find_error(tail) or f"{name} failed without a word; dvc exited with {status}",
         )

@@ -239,7 +239,7 @@ def run_module(words: list[str]) -> list[str]:
     """
     lines: list[str] = []
     if run_command(words, lines.append):
-        log = "\n".join(lines[-TAIL_LINES:])
+        log = "\n  ".join(lines[-TAIL_LINES:])
         raise StageError(f"{' '.join(words)}: {log}", is_transient(log), find_error(lines))
     return lines
 

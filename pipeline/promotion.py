@@ -72,8 +72,8 @@ def find_obstacle(name: str) -> str | None:
     entries = run_git("status", "--porcelain", "-z", "--untracked-files=no").split("\0")
     changed = [entry for entry in entries if entry and not _is_known(entry[3:], folder, same_params)]
     if changed:
-        listed = "\n".join(changed)
-        return f"files have changed since {name} began, expected none, so that nothing is lost; commit or stash them:\n{listed}"
+        listed = "\n  ".join(changed)
+        return f"files have changed since {name} began, expected none, so that nothing is lost; commit or stash them:\n  {listed}"
     if not same_params:
         return f"{PARAMS_FILE} of a later commit differs from that which {name} started with; run it again from here"
     return None

@@ -184,7 +184,7 @@ def _refuse_clashes(base: str, recipe: Sections, edits: dict[str, Any], label: s
     kept = "\n".join(f"  {path}: {_describe_value(value)}" for path, value in edits.items())
     raise ValueError(
         f"{label} can't be used with these local edits of {PARAMS_FILE}, which --keep keeps:\n{kept}\n{problem}\n"
-        f"Change them in {PARAMS_FILE}, or leave out --keep, which drops them (a copy is kept); nothing was changed"
+        f"  Change them in {PARAMS_FILE}, or leave out --keep, which drops them (a copy is kept); nothing was changed"
     )
 
 

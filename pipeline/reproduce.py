@@ -93,7 +93,7 @@ def compare_recipe(name: str, keep: bool = False) -> Iterator[str]:
     """Yield the table of the results in results/ beside the published ones."""
     with open_recipe(name, keep) as (path, file, _):
         table = _run_reproduce_module("compare", str(path), str(file))
-    yield table.rstrip("\n")
+    yield from table.rstrip("\n").split("\n")
 
 
 def list_stages_with(file: Path) -> dict[str, list[str]]:

@@ -7,10 +7,11 @@ from collections import Counter, deque
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import IO, Any, Self, TextIO, cast
 
 from pipeline.dvc_output import CONCLUSION, FAILURE, NOTICE, PROGRESS_PATTERN, Outcome, list_error_lines
 from stages.params.units import format_duration
+from stages.telemetry.interruption import escape_controls
 
 LOGS_FOLDER = Path("logs")
 TAIL_LINES = 30  # of the log of a stage that failed
@@ -61,6 +62,7 @@ class RunDisplay:
 
     def show(self, line: str) -> None:
         """Write a line to the running stage's log; show it if it is a note or a warning, or of no stage."""
+        line = escape_controls(line)  # DVC's, with names of files; the log is read in a terminal too
         if found := PROGRESS_PATTERN.search(line):
             if self._bar:
                 self._bar.update(self._bar.task_ids[0], description=f"{self._stage} {found['percent']}%")
@@ -176,10 +178,25 @@ def locate_log(stage: str) -> Path:
     return LOGS_FOLDER / f"{stage.replace('/', '_')}.log"
 
 
+class _Unfiltered:
+    """A stream of filter_terminal that a bar may move the cursor of; lines above it are escaped by RunDisplay.show."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return type(self._stream).write(self._stream, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _open_bar(total: int) -> Any:
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # 0.1 s
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    bar = Progress(*columns, transient=True, refresh_per_second=REFRESH_PER_S)
+    console = Console(file=cast(IO[str], _Unfiltered(sys.stdout)))
+    bar = Progress(*columns, console=console, transient=True, refresh_per_second=REFRESH_PER_S)
     bar.add_task("", total=total)
     return bar

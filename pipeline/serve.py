@@ -182,11 +182,13 @@ def serve_flows(port: int, server: subprocess.Popen[bytes]) -> None:
     prefect = os.path.relpath(Path(sys.executable).with_name("prefect"))
     show = f"cat {shlex.quote(os.path.relpath(password.get_prefect_home() / password.NAME))}"
     print(
-        f"\nopen   http://{HOST}:{port}/login   with the whole line that this shows: {show}\n"
-        "run    build -> Run -> Quick run\n"
+        "",
+        f"open   http://{HOST}:{port}/login   with the whole line that this shows: {show}",
+        "run    build -> Run -> Quick run",
         f'or run PREFECT_API_URL={os.environ["PREFECT_API_URL"]} {password.CLIENT}="$({show})" '
-        f"{prefect} deployment run build/build\n"
+        f"{prefect} deployment run build/build",
         "end    Ctrl-C; a running stage is ended too\n",
+        sep="\n",
         flush=True,
     )
     asyncio.run(_run_until_signal(runner, served, server))
@@ -273,8 +275,8 @@ def _wait_until_answering(process: subprocess.Popen[bytes], log: Path) -> None:
             time.sleep(0.2)
     status = process.returncode
     ended = f"not up in {START_TIMEOUT_S:.0f} s" if status is None else f"ended with {status}"
-    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
-    raise ValueError(f"the Prefect server: {ended}, nothing answers at {url}. The end of {log}:\n{tail}")
+    tail = "\n  ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
+    raise ValueError(f"the Prefect server: {ended}, nothing answers at {url}. The end of {log}:\n  {tail}")
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

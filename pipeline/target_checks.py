@@ -43,4 +43,4 @@ def _run_check(module: str, *paths: Path) -> None:
     command, offline = [sys.executable, "-m", module, *map(str, paths)], os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=offline)
     if done.returncode and (said := list_error_lines(done.stderr.splitlines())):
-        raise ValueError("\n".join(said))
+        raise ValueError("\n  ".join(map(str.strip, said)))

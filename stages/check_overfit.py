@@ -71,7 +71,7 @@ def main(name: str = ROOT_CHECKPOINT) -> None:
             failure = str(error)
         failures |= {other: failure} if failure else {}
     if len(failures) == 1 + len(others):
-        raise ValueError("\n".join(failures.values()))
+        raise ValueError("\n  ".join(failures.values()))
     for failure in failures.values():
         print(f"warning: {failure}; the other drafts are trained")
     more = ({"block_drafts": reports} if reports else {}) | ({"refused": failures} if failures else {})

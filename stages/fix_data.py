@@ -336,7 +336,7 @@ def check_dropped(rows: int, dropped: Counter[str], first_dropped: dict[str, Dro
     )
     raise ValueError(
         f"{params.raw}: {dropped.total()} of {rows} rows ({dropped.total() / rows:.0%}) are dropped, expected at most "
-        f"{most:.0%} (fix_data.max_dropped_share):{reasons}\nMend the data or the parameters these reasons belong to "
+        f"{most:.0%} (fix_data.max_dropped_share):{reasons}\n  Mend the data or the parameters these reasons belong to "
         "(docs/data.md), or raise max_dropped_share"
     )
 

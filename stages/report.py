@@ -23,7 +23,7 @@ from stages.params.families import FAMILIES, DraftKind
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.target_files import GGUF_TYPES
 from stages.params.tree_shape import parse_shape
-from stages.reporting import angelslim_export, costs, inputs, page, timing_noise, verdict
+from stages.reporting import angelslim_export, costs, inputs, page, stage_reports, timing_noise, verdict
 from stages.reporting.families import Families
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import METRICS_FILE, PAGE_FILE, TABLE_FILE, format_terminal_table, summarise_results
@@ -33,26 +33,14 @@ from stages.telemetry.stage_log import StageRun, read_log
 
 REPLAY_TABLE = Path("results/replay.csv")
 
-# Stage -> the path of its own report in results/, and the keys it must have; other keys are shown too.
-STAGE_REPORTS = {
-    "fix_data": (
-        "fix_report",
-        (
-            "rows_in", "rows_out", "rules", "dropped_reasons", "examples", "seconds", "formats", "near_duplicates", "overlap",
-            "hub",
-        ),
-    ),
-    "sample_target": ("sample_report", ("rows_in", "rows_out", "dropped", "seconds", "sources", "preview")),
-    "extract_hiddens": ("hiddens_report", ("rows_in", "rows_out", "dropped", "seconds")),
-    f"init_draft@{ROOT_CHECKPOINT}": (
-        f"train/{ROOT_CHECKPOINT}",
-        ("draft_vocab_size", "target_vocab_size", "coverage_train", "coverage_eval"),
-    ),
-    f"check_overfit@{ROOT_CHECKPOINT}": (
-        f"train/{ROOT_CHECKPOINT}.overfit",
-        ("tau", "min_tau", "required_tau", "steps", "losses"),
-    ),
-}  # fmt: skip
+# Stage -> the path of its own report in results/, and what it holds.
+STAGE_REPORTS: dict[str, tuple[str, type[stage_reports.StageReport]]] = {
+    "fix_data": ("fix_report", stage_reports.FixReport),
+    "sample_target": ("sample_report", stage_reports.SampleReport),
+    "extract_hiddens": ("hiddens_report", stage_reports.ExtractionReport),
+    f"init_draft@{ROOT_CHECKPOINT}": (f"train/{ROOT_CHECKPOINT}", stage_reports.VocabularyReport),
+    f"check_overfit@{ROOT_CHECKPOINT}": (f"train/{ROOT_CHECKPOINT}.overfit", stage_reports.OverfitReport),
+}
 
 
 def main(*arguments: str) -> None:
@@ -62,11 +50,11 @@ def main(*arguments: str) -> None:
         if lines:
             text = atomic.read_json(METRICS_FILE, "report")["verdict"]["text"]
             lines += [f"verdict, by what was measured first: {text}", *inputs.describe_older_engines(launch)]
-        print(
-            "\n".join(lines)
-            or f"no serving engine was timed (serving_costs.workloads: docs/cost.md), so nothing is advised for one; {PAGE_FILE} "
+        unknown = (
+            f"no serving engine was timed (serving_costs.workloads: docs/cost.md), so nothing is advised for one; {PAGE_FILE} "
             "has what the torch engine's costs predict"
         )
+        print(*lines or [unknown], sep="\n")
     elif arguments:
         raise ValueError(f"report takes --launch or nothing; found {' '.join(arguments)}")
     else:
@@ -93,7 +81,7 @@ def write_report(p: schema.Params) -> None:
     atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p, target), found, metrics, files))
     text = format_terminal_table(found, metrics)
     atomic.write_text(TABLE_FILE, f"{text}\n")
-    print(text)
+    print(*text.split("\n"), sep="\n")
 
 
 def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> ReportInputs:
@@ -248,12 +236,8 @@ def _read_stage_reports(p: schema.Params) -> dict[str, StageReport]:
 
 
 def _read_stage_report(stage: str) -> StageReport:
-    name, keys = STAGE_REPORTS[stage]
-    path = Path(f"results/{name}.json")
-    found: StageReport = atomic.read_json(path, made_by=stage)
-    if missing := [key for key in keys if key not in found]:
-        raise ValueError(f"{path} lacks {missing}; it is of another version: dvc repro -f -s {stage}")
-    return found
+    name, kind = STAGE_REPORTS[stage]
+    return kind.read_json(Path(f"results/{name}.json"), stage).model_dump(exclude_unset=True)
 
 
 def _read_stage_runs(p: schema.Params) -> dict[str, StageRun]:

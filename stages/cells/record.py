@@ -1,6 +1,7 @@
 """The base of the records in results/: JSON objects and rows of CSV files, with one reader of each."""
 
 import csv
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,24 +78,22 @@ class Record(BaseModel):
 
         A column whose field has a default may be missing, as such a key of a JSON file: an earlier version wrote none.
         """
-        if not path.exists():
-            raise atomic.BrokenArtifactError(f"{path} not found", f"run: dvc repro {made_by}")
-        try:
-            with path.open(newline="", encoding="utf-8") as file:
-                lines = csv.DictReader(file)
-                columns, rows = lines.fieldnames or (), list(lines)
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise atomic.BrokenArtifactError(
-                f"{path} can't be read as CSV ({error})", atomic.format_rerun_hint(made_by)
-            ) from None
+        with atomic.guard_artifact(path, "CSV", made_by), path.open(newline="", encoding="utf-8") as file:
+            lines = csv.DictReader(file)
+            columns, rows = lines.fieldnames or (), list(lines)
         if missing := sorted({name for name, field in cls.model_fields.items() if field.is_required()} - set(columns)):
             raise atomic.BrokenArtifactError(f"{path} lacks the columns {missing}", atomic.format_rerun_hint(made_by))
         try:
-            return [cls.model_validate({name: text or None for name, text in row.items()}) for row in rows]
+            found = [cls.model_validate({name: text or None for name, text in row.items()}) for row in rows]
         except ValidationError as error:
             raise atomic.BrokenArtifactError(
                 f"{path} has a line that {_explain_error(error)}", atomic.format_rerun_hint(made_by)
             ) from None
+        if any(isinstance(value, float) and not math.isfinite(value) for row in found for value in vars(row).values()):
+            raise atomic.BrokenArtifactError(
+                f"{path} holds NaN or infinity, expected numbers", atomic.format_rerun_hint(made_by)
+            )
+        return found
 
 
 @dataclass(frozen=True)

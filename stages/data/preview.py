@@ -69,14 +69,14 @@ def print_preview(params: FixData, rows: int, path: str = "") -> int:
         if row.source != source:
             source = row.source
             print(f"{source}")
-        print("\n".join(format_row(row)), flush=True)
+        print(*format_row(row), sep="\n", flush=True)
         verdicts[row.verdict] += 1
         splits[row.split] += 1
         unread.update(row.unread)
         advice |= {row.advice: None} if row.advice else {}
     counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())) or "no rows"
     of_files = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    print(f"\nrows of each file: {of_files}")
+    print("", f"rows of each file: {of_files}", sep="\n")
     if ignored := readers.describe_ignored_files(Path(path or params.raw)):
         print(ignored)
     print(f"{verdicts.total()} rows read, the first {rows} of each file: {counted}")

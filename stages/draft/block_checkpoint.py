@@ -23,8 +23,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stages.draft import rotary
 from stages.draft.block_config import BlockDraftConfig, Sight
-from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
+from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_config, read_tensors
 from stages.draft.config_types import check_types
 from stages.params.families import BLOCKS, DFLASH2_SIZES, find_family
 from stages.runtime import atomic
@@ -206,6 +207,7 @@ def find_block_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor])
     """Describe wrong keys, names or shapes of a block draft, or return an empty string."""
     try:
         parsed = parse_block_config(config)
+        rotary.check_rope(parsed.rope, parsed.head_dim)
     except ValueError as error:
         return str(error)
     return find_shape_problem(tensors, list_block_tensor_shapes(parsed))
@@ -225,7 +227,7 @@ def read_block_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[s
 
     Raises BrokenArtifactError, a ValueError that names what is missing, unknown or misshapen.
     """
-    config = atomic.read_json(folder / "draft" / "config.json", made_by)
+    config = read_config(folder, made_by)
     tensors = read_tensors(folder / "draft" / "model.safetensors", made_by)
     if problem := find_block_draft_problem(config, tensors):
         raise atomic.BrokenArtifactError(

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stages.runtime import atomic
+from stages.draft.config_types import check_types
+from stages.runtime import atomic, guarded_files
 
 DRAFTS_FOLDER = Path("drafts")
 MAX_SHARD_BYTES = 2**29  # DVC hashes a file in one thread, and as many files at once as it has threads
@@ -44,12 +45,12 @@ def read_state(folder: Path, made_by: str) -> tuple[dict[str, Tensor], dict[str,
 
     Raises BrokenArtifactError as `read_tensors` and `read_progress`.
     """
-    index, files = folder / "state" / STATE_INDEX, [STATE_FILES.format(suffix="")]
+    index, files = folder / "state" / STATE_INDEX, [folder / "state" / STATE_FILES.format(suffix="")]
     if index.exists():
-        files = sorted(set(atomic.read_json(index, made_by)["weight_map"].values()))
+        files = guarded_files.list_indexed_files(index, atomic.format_rerun_hint(made_by))
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= read_tensors(folder / "state" / file, made_by)
+        tensors |= read_tensors(file, made_by)
     return tensors, read_progress(folder, made_by)
 
 
@@ -57,11 +58,20 @@ def read_progress(folder: Path, made_by: str) -> dict[str, Any]:
     """Return the training progress: the numbers `epoch` and `step`. Raises BrokenArtifactError where one is missing."""
     path = folder / "state" / "progress.json"
     found = atomic.read_json(path, made_by)
-    if not all(isinstance(found.get(key), int) for key in ("epoch", "step")):
+    if not all(type(found.get(key)) is int and found[key] >= 0 for key in ("epoch", "step")):
         raise atomic.BrokenArtifactError(
             f"{path}: expected the numbers epoch and step, found {found!r:.60}", atomic.format_rerun_hint(made_by)
         )
     return found
+
+
+def read_config(folder: Path, made_by: str) -> dict[str, Any]:
+    """Return config.json of `folder`/draft. Raises BrokenArtifactError, also for a value of another type."""
+    path = folder / "draft" / "config.json"
+    config: dict[str, Any] = atomic.read_json(path, made_by)
+    with atomic.guard_artifact(path, "config of a draft", made_by):
+        check_types(config)
+    return config
 
 
 def read_tensors(path: Path, made_by: str) -> dict[str, Tensor]:
@@ -70,16 +80,10 @@ def read_tensors(path: Path, made_by: str) -> dict[str, Tensor]:
     Raises BrokenArtifactError, a ValueError that names the file and the command to run, where it is missing, broken or holds
     NaN or infinity.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except FileNotFoundError:
-        raise atomic.BrokenArtifactError(f"{path} not found", f"run: dvc repro {made_by}") from None
-    except (SafetensorError, OSError) as error:
-        raise atomic.BrokenArtifactError(
-            f"{path} is cut or broken ({error})", atomic.format_rerun_hint(made_by)
-        ) from None
-    if problem := find_nonfinite_values(tensors):
+    with atomic.guard_artifact(path, "safetensors", made_by), safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        problem = find_nonfinite_values(tensors)
+    if problem:
         raise atomic.BrokenArtifactError(
             f"{path}: {problem}", f"{atomic.format_rerun_hint(made_by)}, which names the cause if it happens again"
         )

@@ -4,7 +4,6 @@ Sizes and RoPE keys override. Keys fixed by the target, its tokenizer or params.
 effect on a draft are ignored. Any other key is refused. AngelSlim has the same option.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from stages.draft.config_types import check_types
 from stages.draft.eagle3_config import DraftConfig
 from stages.draft.published_files import unify_rope_parameters
+from stages.runtime import guarded_files
 
 COUNT_KEYS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -25,16 +25,7 @@ def read_override(path: Path) -> dict[str, Any]:
     """Read the file. Raises ValueError where it is missing or does not hold a JSON object."""
     key = f"params.yaml: init_draft.draft_config_path is {path}"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{key}, which does not exist; correct it, or null") from None
-    except OSError as error:
-        raise ValueError(f"{key}, expected a file that can be read ({error}); correct it, or null") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{key}, expected JSON ({error}); correct it") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{key}, expected a JSON object, found {type(found).__name__}; correct it")
-    try:
+        found: dict[str, Any] = guarded_files.read_json(path, "correct it, or null")
         check_types(found)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None

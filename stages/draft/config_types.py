@@ -110,6 +110,15 @@ class DraftKeys(_Keys):
     transformer_layer_config: "DraftKeys | None" = None
     speculators_config: SpeculatorsKeys | None = None
 
+    @model_validator(mode="after")
+    def heads_divide(self) -> Self:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads and groups and heads % groups:
+            raise ValueError(f"{heads} heads, a multiple of the {groups} key-value heads")
+        if self.head_dim and self.head_dim % 2:
+            raise ValueError(f"an even head_dim, found {self.head_dim}: RoPE rotates pairs")
+        return self
+
 
 def check_types(config: Mapping[str, Any]) -> None:
     """Raise ValueError for the first key of config.json whose value is of another type, or out of its range."""
@@ -117,6 +126,6 @@ def check_types(config: Mapping[str, Any]) -> None:
         DraftKeys.model_validate(config)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
+        key = ".".join(map(str, first["loc"])) or "config.json"
         words = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
         raise ValueError(f"{key} is {first['input']!r:.60}, expected {words}; correct it") from None

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
+from stages.draft import rotary
+from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_config, read_tensors
 from stages.draft.eagle3_config import SIZE_KEYS, DraftConfig
 from stages.runtime import atomic
 from stages.target.feature_layers import (
@@ -159,7 +160,7 @@ def read_eagle3_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[
 
     Raises ValueError that names missing, unknown or misshapen tensors.
     """
-    config = atomic.read_json(folder / "draft" / "config.json", made_by)
+    config = read_config(folder, made_by)
     tensors = read_tensors(folder / "draft" / "model.safetensors", made_by)
     size = len(tensors.get("lm_head.weight", ()))
     if size == config.get("vocab_size") and "d2t" not in tensors:
@@ -174,7 +175,9 @@ def read_eagle3_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[
 def find_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """Describe wrong names, shapes or vocabulary maps of a draft, or return an empty string."""
     try:
-        expected = list_tensor_shapes(DraftConfig.from_json(config))
+        parsed = DraftConfig.from_json(config)
+        rotary.check_rope(parsed.rope, parsed.head_dim)
+        expected = list_tensor_shapes(parsed)
     except ValueError as error:
         return str(error)
     if problem := find_shape_problem(tensors, expected):

@@ -39,7 +39,7 @@ def check_mask_tokens(params: schema.Params, tokenizer: Any, target: TargetManif
     if num_refused == len(params.train_draft.checkpoints):
         problems += lines
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ValueError("\n  ".join(problems))
     return lines
 
 
@@ -68,7 +68,7 @@ def main(file: str = str(PARAMS_FILE)) -> None:
         tokenizer = chat_template.load_tokenizer(folder, params.target.trust_remote_code, target.chat_template)
     except ValueError:  # a broken target, which prepare_target makes again
         return
-    print("\n".join(check_mask_tokens(params, tokenizer, target)))
+    print(*check_mask_tokens(params, tokenizer, target), sep="\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 What the names and keys mean is each family's own: published_eagle3_formats, and published_block_formats of block drafts.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,12 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from stages.draft import checkpoint
 from stages.draft.config_types import check_types
 from stages.params.families import DFLASH, EAGLE3, DraftFamily
+from stages.runtime import guarded_files
 from stages.target.manifest import TargetManifest
 
 # Returns the target's embedding and head [V, H]; called only where they are needed.
@@ -27,6 +27,7 @@ ReadEmbeddingAndHead = Callable[[], tuple[Tensor, Tensor]]
 
 SPECULATORS_KEY = "transformer_layer_config"
 MASK_EMBEDDING_FILE = "mask_embedding.pt"  # of some DFlash drafts; a pickle
+REMEDY = "get the draft again"
 DOWNLOADED = ["*.json", "*.safetensors", MASK_EMBEDDING_FILE]
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,14 +92,9 @@ def read_flat_config(folder: Path, speculators_defaults: Mapping[str, Any] = Map
     file.
     """
     path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} not found; expected a draft's folder, with config.json and safetensors") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); get the draft again") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}; get the draft again")
+    found: dict[str, Any] = guarded_files.read_json(
+        path, REMEDY, "expected a draft's folder, with config.json and safetensors", root=folder
+    )
     with name_config(folder):
         check_types(found)
     if SPECULATORS_KEY not in found:
@@ -159,20 +155,20 @@ def read_tensors(folder: Path, renames: Sequence[tuple[str, str]]) -> dict[str, 
     tensors: dict[str, Tensor] = {}
     for file in _list_safetensors(folder):
         file_tensors: dict[str, Tensor] = {}  # by their names in the file, for messages
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a dict
-                    renamed = reduce(lambda text, pair: re.sub(pair[0], pair[1], text), renames, name)
-                    if UNUSED_TENSORS.search(renamed):
-                        continue
-                    if renamed in tensors:
-                        raise ValueError(
-                            f"{file} has {renamed} under two names, {name} one of them, expected one; export the draft again"
-                        )
-                    tensors[renamed] = file_tensors[name] = opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is missing, cut or broken ({error}); get the draft again") from None
-        if problem := checkpoint.find_nonfinite_values(file_tensors):
+        guard = guarded_files.guard_parsing(file, "safetensors", REMEDY, root=folder)
+        with guard, safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                renamed = reduce(lambda text, pair: re.sub(pair[0], pair[1], text), renames, name)
+                if UNUSED_TENSORS.search(renamed):
+                    continue
+                if renamed in tensors:
+                    raise guarded_files.BrokenArtifactError(
+                        f"{file} has {renamed} under two names, {name} one of them, expected one",
+                        "export the draft again",
+                    )
+                tensors[renamed] = file_tensors[name] = opened.get_tensor(name)
+            problem = checkpoint.find_nonfinite_values(file_tensors)
+        if problem:
             raise ValueError(
                 f"{file}: {problem}; export the draft again from a checkpoint whose loss was finite, or get the draft again"
             )
@@ -182,11 +178,7 @@ def read_tensors(folder: Path, renames: Sequence[tuple[str, str]]) -> dict[str, 
 def _list_safetensors(folder: Path) -> list[Path]:
     """Return the safetensors files of `folder`, by its index where there is one. Raises ValueError where it has none."""
     if indexes := sorted(folder.glob("*.safetensors.index.json")):
-        try:
-            names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{indexes[0]} is cut or broken ({error!r}); get the draft again") from None
-        return [folder / name for name in sorted(names)]
+        return guarded_files.list_indexed_files(indexes[0], REMEDY)
     if files := sorted(folder.glob("*.safetensors")):
         return files
     pickles = [f.name for f in folder.iterdir() if f.suffix in PICKLE_SUFFIXES]

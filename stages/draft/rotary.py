@@ -92,5 +92,10 @@ class RotaryModule(nn.Module):
 
 def check_rope(rope: dict[str, Any], head_dim: int) -> None:
     """Raise ValueError for rope_parameters that a draft with heads of this width can't have."""
-    compute_frequencies(rope, head_dim)
+    try:
+        frequencies = compute_frequencies(rope, head_dim)[0]
+    except (KeyError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"rope_parameters are {rope!r:.200}, which give no frequencies ({error!r})") from None
+    if not bool(torch.isfinite(frequencies).all()):
+        raise ValueError(f"rope_parameters are {rope!r:.200}, expected finite frequencies")
     assign_frequency_axes(rope, head_dim)

@@ -30,7 +30,6 @@ from stages.params import families, schema
 from stages.params.draft_sections import ImportedCheckpoint
 from stages.params.families import DraftFamily, DraftKind
 from stages.params.tree_shape import TreeShape
-from stages.runtime import atomic
 from stages.target.manifest import TargetManifest
 
 
@@ -92,7 +91,7 @@ def get_files(facts: DraftFamily) -> DraftFiles:
 
 def find_family(folder: Path, made_by: str) -> DraftFamily:
     """Return the family of `folder`/draft by its config.json. Raises BrokenArtifactError where that is missing or broken."""
-    return families.find_family(atomic.read_json(folder / "draft" / "config.json", made_by))
+    return families.find_family(checkpoint.read_config(folder, made_by))
 
 
 def load_draft(
@@ -113,7 +112,7 @@ def explain_unsupported(name: str, shape: TreeShape) -> str | None:
     None too where config.json is missing or broken, which loading the draft names.
     """
     try:
-        config = atomic.read_json(checkpoint.locate_checkpoint(name) / "draft" / "config.json", "train_draft")
+        config = checkpoint.read_config(checkpoint.locate_checkpoint(name), "train_draft")
         kind = get_files(families.find_family(config)).describe(config)
     except ValueError:
         return None

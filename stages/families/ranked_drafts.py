@@ -57,7 +57,7 @@ class RankedFiles(DraftFiles):
         return checkpoint.find_shape_problem(tensors, expected)
 
     def read(self, folder: Path, made_by: str, target: TargetManifest, head: Tensor) -> LoadedDraft:
-        config = atomic.read_json(folder / "draft" / "config.json", made_by)
+        config = checkpoint.read_config(folder, made_by)
         tensors = checkpoint.read_tensors(folder / "draft" / "model.safetensors", made_by)
         if wrong := self.find_problem(config, tensors):
             raise atomic.BrokenArtifactError(

@@ -34,11 +34,12 @@ INDEX_SCHEMA = pl.Schema(
         "length": pl.Int64,  # T
         "prompt_length": pl.Int64,  # tokens before the answer
         "finish_reason": pl.String,
-        "checksum": pl.UInt32,  # crc32 of id, prompt_length, finish_reason, features, last hidden, ids, mask, scales
+        "checksum": pl.UInt32,  # crc32 of id, prompt_length, finish_reason, dtype, features, last hidden, ids, mask, scales
         "finite": pl.Boolean,
     }
 )
-MULTIMODAL_INDEX_SCHEMA = pl.Schema({**INDEX_SCHEMA, "visual_offset": pl.Int64, "visual_length": pl.Int64})
+VISUAL_RANGE = ("visual_offset", "visual_length")
+MULTIMODAL_INDEX_SCHEMA = pl.Schema({**INDEX_SCHEMA, **dict.fromkeys(VISUAL_RANGE, pl.Int64)})
 MADE_BY = "extract_hiddens"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 FP8 = DTYPES["fp8"]
@@ -159,6 +160,16 @@ def list_tensor_shapes(
     return shapes | scales if dtype == FP8 else shapes
 
 
+def list_shard_shapes(
+    tokens: int, image_tokens: int | None, num_feature_layers: int, hidden_size: int, dtype: torch.dtype
+) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Return dtype and shape of each tensor of a shard; `image_tokens` is None of a text target."""
+    is_multimodal, bits = image_tokens is not None, (torch.uint8, [-(-tokens // 8)])
+    shapes = list_tensor_shapes(tokens, image_tokens or 0, num_feature_layers, hidden_size, dtype, is_multimodal)
+    shapes |= {"ids": (torch.int32, [tokens]), "mask": bits}
+    return shapes | {"pictured": bits} if is_multimodal else shapes
+
+
 class DecodedHiddenStates(NamedTuple):
     """The hidden states of a row: the fields that `HiddenStatesRow` adds to its header."""
 
@@ -243,13 +254,19 @@ def find_finite_tokens(block: StoredHiddenStates) -> Tensor:
     return torch.isfinite(block.features).all(-1) & torch.isfinite(block.last).all(-1)
 
 
-def compute_checksum(header: RowHeader, block: StoredHiddenStates) -> int:
-    """Return the crc32 of a whole row as stored."""
-    total = zlib.crc32(repr((header.id, header.prompt_length, header.finish_reason)).encode())
+def compute_checksum(header: RowHeader, block: StoredHiddenStates, with_dtype: bool = True) -> int:
+    """Return the crc32 of a whole row as stored, and of its dtype, by which the same bytes are other numbers."""
+    head = header.id, header.prompt_length, header.finish_reason, *([str(block.last.dtype)] if with_dtype else [])
+    total = zlib.crc32(repr(head).encode(errors="backslashreplace"))
     tokens = [block.features, block.last, header.ids, header.mask, block.features_scale, block.last_scale]
     for tensor in (*tokens, header.image_token_mask, block.positions, block.visual, block.visual_scale):
         total = total if tensor is None else zlib.crc32(view_bytes(tensor), total)
     return total
+
+
+def is_checksum(stored: int, header: RowHeader, block: StoredHiddenStates) -> bool:
+    """Return whether a row's checksum is this one, or was of an earlier version, without the dtype."""
+    return any(stored == compute_checksum(header, block, with_dtype) for with_dtype in (True, False))
 
 
 def view_bytes(tensor: Tensor) -> memoryview:

@@ -15,17 +15,19 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from stages.hidden_states import format
 from stages.hidden_states.format import MADE_BY, HiddenStatesRow, IndexEntry, RowHeader, StoredHiddenStates
+from stages.hidden_states.shard_plan import name_shard
 from stages.runtime import atomic
 from stages.runtime.atomic import BrokenArtifactError
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
 
 TRAIN_FOLDER = Path("data/hiddens/train")
+STORED_DTYPES = {format.SAFETENSORS_DTYPES[dtype]: dtype for dtype in format.DTYPES.values()}
 ShardSlices = dict[str, Any]  # tensor name -> safetensors' slice, mapped and unread
 
 
@@ -84,16 +86,8 @@ def read_headers(folder: Path) -> Iterator[RowHeader]:
     for path, entries in _group_by_shard(folder, read_index(folder)):
         slices = open_shard(path)
         for entry in entries:
-            try:
+            with atomic.guard_artifact(path, "safetensors", MADE_BY):
                 header = _read_header(entry, slices)
-            except (SafetensorError, OSError) as error:
-                raise BrokenArtifactError(
-                    f"{path} is missing or cut ({error})", atomic.format_rerun_hint(MADE_BY)
-                ) from None
-            if not len(header.ids) == len(header.mask) == entry.length:
-                raise BrokenArtifactError(
-                    f"{path}: row {entry.id} lies past its end", atomic.format_rerun_hint(MADE_BY)
-                )
             yield header
 
 
@@ -120,14 +114,8 @@ def read_stored(folder: Path, rows: pl.DataFrame) -> Iterator[tuple[RowHeader, S
 def read_index(folder: Path) -> pl.DataFrame:
     """Return index.parquet. Raises ValueError where it is missing, broken or has other columns."""
     path = folder / "index.parquet"
-    try:
-        index = pl.read_parquet(path)
-    except FileNotFoundError:
-        raise BrokenArtifactError(f"{path} not found", f"run: dvc repro {MADE_BY}") from None
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise BrokenArtifactError(
-            f"{path} is not readable Parquet ({error})", atomic.format_rerun_hint(MADE_BY)
-        ) from None
+    with atomic.guard_artifact(path, "Parquet", MADE_BY):
+        index = pl.read_parquet(path, glob=False)
     if index.schema not in (format.INDEX_SCHEMA, format.MULTIMODAL_INDEX_SCHEMA):
         raise BrokenArtifactError(
             f"{path} has columns {dict(index.schema)}, expected {dict(format.INDEX_SCHEMA)}",
@@ -135,7 +123,38 @@ def read_index(folder: Path) -> pl.DataFrame:
         )
     if any(index.null_count().row(0)):
         raise BrokenArtifactError(f"{path} lacks values of some rows", atomic.format_rerun_hint(MADE_BY))
+    _check_shards(folder, index)
     return index
+
+
+def _check_shards(folder: Path, index: pl.DataFrame) -> None:
+    """Raise ValueError unless the rows of the index fill the folder's shards, in order, each once, and all have one form."""
+    names = [str(name) for name in index["shard"].unique(maintain_order=True)]
+    wanted = [name_shard(number) for number in range(len(names))]
+    if names != wanted or sorted(file.name for file in folder.glob("*.safetensors")) != wanted:
+        raise BrokenArtifactError(
+            f"{folder}: index.parquet and the shards beside it are not of one extraction, expected rows of all, in order",
+            atomic.format_rerun_hint(MADE_BY),
+        )
+    form: tuple[int, int, torch.dtype] | None = None  # K, H and the stored dtype of the first shard
+    for name, rows in zip(names, index.partition_by("shard", maintain_order=True), strict=True):
+        with atomic.guard_artifact(folder / name, "hidden states", MADE_BY):
+            found = {tensor: (part.get_dtype(), part.get_shape()) for tensor, part in open_shard(folder / name).items()}
+            kind, (_, width) = found["last"]
+            form = form or (found["features"][1][1] // max(1, width), width, STORED_DTYPES[kind])
+            tokens = _count_tokens(rows, "offset", "length")
+            image_tokens = _count_tokens(rows, *format.VISUAL_RANGE) if format.VISUAL_RANGE[0] in rows.columns else None
+            shapes = format.list_shard_shapes(tokens, image_tokens, *form)
+            expected = {tensor: (format.SAFETENSORS_DTYPES[of], shape) for tensor, (of, shape) in shapes.items()}
+            if wrong := [tensor for tensor in found | expected if found.get(tensor) != expected.get(tensor)]:
+                raise ValueError(f"{wrong[0]} is {found.get(wrong[0])}, expected {expected.get(wrong[0])}")
+
+
+def _count_tokens(rows: pl.DataFrame, offset: str, length: str) -> int:
+    """Return the tokens of a shard's rows. Raises ValueError unless each row begins where the one before ends."""
+    if (rows[length] < 0).any() or (rows[offset] != rows[length].cum_sum() - rows[length]).any():
+        raise ValueError("its rows in index.parquet leave tokens out or have them twice")
+    return int(rows[length].sum())
 
 
 def digest_folder(folder: Path) -> str:
@@ -146,7 +165,7 @@ def digest_folder(folder: Path) -> str:
 
 def open_shard(path: Path) -> ShardSlices:
     """Map the shard's tensors without reading them. Raises ValueError where the shard is missing or cut."""
-    try:
+    with atomic.guard_artifact(path, "safetensors", MADE_BY):
         shard = safe_open(path, framework="pt")
         names = ["features", "last", "ids", "mask"]
         if is_multimodal := "positions" in shard.keys():  # noqa: SIM118 - not a dict
@@ -154,8 +173,6 @@ def open_shard(path: Path) -> ShardSlices:
         if shard.get_slice("features").get_dtype() == format.SAFETENSORS_DTYPES[format.FP8]:
             names += ["features_scale", "last_scale", *(["visual_scale"] if is_multimodal else [])]
         return {name: shard.get_slice(name) for name in names}
-    except (FileNotFoundError, SafetensorError, OSError) as error:
-        raise BrokenArtifactError(f"{path} is missing or cut ({error})", atomic.format_rerun_hint(MADE_BY)) from None
 
 
 def read_row(
@@ -165,13 +182,10 @@ def read_row(
 
     Raises ValueError naming the row, where it is not what its entry says, or holds NaN or infinity.
     """
-    try:
-        fits = 0 <= entry.offset <= entry.tokens.stop <= slices["ids"].get_shape()[0]
-        fits = fits and _is_visual_range_valid(entry, slices)
-        found = (_read_header(entry, slices), _read_block(entry, slices)) if fits else None
-    except (SafetensorError, OSError) as error:
-        raise BrokenArtifactError(f"{path} is missing or cut ({error})", atomic.format_rerun_hint(MADE_BY)) from None
-    if found is None or (verify and format.compute_checksum(*found) != entry.checksum):
+    with atomic.guard_artifact(path, "safetensors", MADE_BY):
+        found = _read_header(entry, slices), _read_block(entry, slices)
+        is_whole = not verify or format.is_checksum(entry.checksum, *found)
+    if not is_whole:
         raise BrokenArtifactError(
             f"{path}: row {entry.id} does not match its checksum", atomic.format_rerun_hint(MADE_BY)
         )
@@ -186,14 +200,6 @@ def read_row(
 def _group_by_shard(folder: Path, rows: pl.DataFrame) -> Iterator[tuple[Path, list[IndexEntry]]]:
     for (name,), group in rows.group_by("shard", maintain_order=True):
         yield folder / str(name), [IndexEntry(**row) for row in group.iter_rows(named=True)]
-
-
-def _is_visual_range_valid(entry: IndexEntry, slices: ShardSlices) -> bool:
-    """Return whether index and shard agree on being multimodal, and the row's image tokens lie in the shard."""
-    if entry.visual_offset is None or "visual" not in slices:
-        return entry.visual_offset is None and "visual" not in slices
-    tokens = entry.image_tokens
-    return 0 <= tokens.start <= tokens.stop <= slices["visual"].get_shape()[0]
 
 
 def _read_block(entry: IndexEntry, slices: ShardSlices) -> StoredHiddenStates:

@@ -41,10 +41,9 @@ class ShardWriter:
         self.entries: list[IndexEntry | None] = [None for _ in headers]
         ids = torch.cat([h.ids for h in headers])
         mask_bits = _pack_bits([h.mask for h in headers])
-        image_tokens, bits = self.visual_offsets[-1], (torch.uint8, [len(mask_bits)])
+        image_tokens = self.visual_offsets[-1] if self.is_multimodal else None
         parts = size.num_feature_layers, size.hidden_size, size.dtype
-        shapes = format.list_tensor_shapes(len(ids), image_tokens, *parts, self.is_multimodal)
-        shapes |= {"ids": (torch.int32, [len(ids)]), "mask": bits} | ({"pictured": bits} if self.is_multimodal else {})
+        shapes = format.list_shard_shapes(len(ids), image_tokens, *parts)
         header, self._layout, end = {}, {}, 0
         # Widest dtype first, so that each tensor starts at a multiple of its item size; the format allows no holes.
         for name in sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, FILE_ORDER.index(name))):

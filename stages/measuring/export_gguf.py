@@ -46,8 +46,9 @@ def main(checkpoint_name: str, folder: str, outtype: str) -> None:
         )
     print(
         f"llama-server answers with both: {record.output_tokens} tokens in {record.counts.cycles} cycles, "
-        f"{record.counts.accepted} drafts accepted. Start it with\n"
-        f"  {shlex.join(['llama-server', '-m', str(files[0]), *flags])}"
+        f"{record.counts.accepted} drafts accepted. Start it with",
+        f"  {shlex.join(['llama-server', '-m', str(files[0]), *flags])}",
+        sep="\n",
     )
 
 

@@ -24,8 +24,8 @@ def find_nearest(found: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(found, alike, n=1)), None)
 
 
-def _list_numbers(name: str) -> list[int]:
-    return [int(digits) for digits in re.findall(r"\d+", name)]
+def _list_numbers(name: str) -> list[str]:
+    return [digits.lstrip("0") for digits in re.findall(r"\d+", name)]
 
 
 PARAMS_FILE = Path("params.yaml")

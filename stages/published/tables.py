@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from stages.params.tree_shape import TreeShape
-from stages.runtime import guarded_yaml
+from stages.runtime import guarded_files, guarded_yaml
 
 PUBLISHED_FOLDER = Path("published")
 # The metrics of docs/metrics.md that a published table may have by these names.
@@ -262,6 +262,10 @@ def read_publication(path: Path) -> Publication:
 def _read_table(path: Path, file: _PublicationFile, table: _Table, where: str) -> Iterator[PublishedRow]:
     columns = [_parse_column(column, file.metrics, f"{where}.columns") for column in table.columns]
     shared = file.settings.model_dump(exclude_unset=True) | table.settings.model_dump(exclude_unset=True)
+    if table.csv and Path(table.csv).name != table.csv:
+        raise ValueError(
+            f"{where}.csv: expected the name of a file beside it, found {table.csv!r}; move the file there"
+        )
     csv_file = path.parent / table.csv if table.csv else None
     for n, values in enumerate(_read_csv(csv_file) if csv_file else table.rows or ()):
         location = f"{csv_file}, row {n + 1}" if csv_file else f"{where}.rows[{n}]"
@@ -304,7 +308,7 @@ def _split_values(
     numbers = []
     for (name, dataset), value in zip(columns, values, strict=True):
         if name == BATCH_AND_TREE:
-            match = re.fullmatch(r"(\d+),(\d+),(\d+),(\d+)", value)
+            match = re.fullmatch(r"([1-9]\d{0,8}),([1-9]\d{0,8}),([1-9]\d{0,8}),([1-9]\d{0,8})", str(value))
             if not match:
                 raise ValueError(f"{where}: expected batch,num_steps,topk,num_draft_tokens as 8,3,1,4, found {value!r}")
             batch, *shape = map(int, match.groups())
@@ -336,8 +340,6 @@ def _parse_number(value: Any, metric: PublishedMetric, where: str) -> float:
 
 def _read_csv(path: Path) -> list[list[str]]:
     """Return the rows below the heading."""
-    try:
-        with path.open(newline="", encoding="utf-8") as lines:
-            return list(csv.reader(lines))[1:]
-    except FileNotFoundError:
-        raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
+    guard = guarded_files.guard_parsing(path, "CSV", f"restore it: git checkout {path}", root=path.parent)
+    with guard, path.open(newline="", encoding="utf-8") as lines:
+        return list(csv.reader(lines, strict=True))[1:]

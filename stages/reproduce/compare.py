@@ -37,7 +37,7 @@ def main(recipe_file: str, params_file: str) -> None:
     text = build_page(name, recipe, comparisons, left_out)
     atomic.write_csv(REPRODUCE_FOLDER / f"{name}.csv", COMPARISON_COLUMNS, map(_build_csv_row, comparisons))
     atomic.write_text(REPRODUCE_FOLDER / f"{name}.md", text)
-    print(text)
+    print(*text.split("\n"), sep="\n")
 
 
 # Matching

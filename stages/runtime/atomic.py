@@ -13,25 +13,16 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from stages.runtime import guarded_files
+from stages.runtime.guarded_files import BrokenArtifactError as BrokenArtifactError
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
-
-
-class BrokenArtifactError(ValueError):
-    """An output of a stage that is missing or incomplete.
-
-    The remedy names the stage that makes it. A reader of the same format elsewhere (unfinished work, a user's import
-    folder) raises its own remedy with `found`.
-    """
-
-    def __init__(self, found: str, remedy: str) -> None:
-        super().__init__(f"{found}; {remedy}")
-        self.found = found
 
 
 def format_rerun_hint(made_by: str) -> str:
@@ -97,19 +88,12 @@ def read_json(path: Path, made_by: str, kind: type = dict) -> Any:
     Raises:
         BrokenArtifactError: naming the file and the stage that makes it, where it is missing, broken or of another kind.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BrokenArtifactError(f"{path} not found", f"run: dvc repro {made_by}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BrokenArtifactError(f"{path} is not valid JSON ({error})", format_rerun_hint(made_by)) from None
-    except OSError as error:
-        raise BrokenArtifactError(f"{path} can't be read ({error})", format_rerun_hint(made_by)) from None
-    if not isinstance(found, kind):
-        raise BrokenArtifactError(
-            f"{path}: expected a JSON {kind.__name__}, found {found!r:.60}", format_rerun_hint(made_by)
-        )
-    return found
+    return guarded_files.read_json(path, format_rerun_hint(made_by), f"run: dvc repro {made_by}", kind, finite=True)
+
+
+def guard_artifact(path: Path, kind: str, made_by: str) -> AbstractContextManager[None]:
+    """Guard the parsing of an output of a stage (guarded_files.guard_parsing)."""
+    return guarded_files.guard_parsing(path, kind, format_rerun_hint(made_by), f"run: dvc repro {made_by}")
 
 
 @contextmanager

@@ -1,13 +1,17 @@
 """YAML that a user or another person wrote, read by the parser that DVC uses, so that both read the same values."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, ScalarEvent
+
+from stages.runtime import guarded_files
 
 MOST_LEVELS = 32  # params.yaml has four, a published table six
+MOST_VALUES = 10**6  # with what aliases repeat; nine aliases of ten each are a billion
 
 
 def read_yaml(path: Path) -> Any:
@@ -15,33 +19,55 @@ def read_yaml(path: Path) -> Any:
 
     Raises:
         ValueError: in one line that names the file, for invalid bytes, dates and YAML, duplicate keys and too deep nesting.
-        OSError: the file can't be read.
+        FileNotFoundError: there is no such file.
     """
-    try:
-        return parse_yaml(path.read_text(encoding="utf-8"))
-    except (YAMLError, ValueError) as error:
-        raise ValueError(f"{path} is not valid YAML: {_explain(error)}") from None
+    if not (path.exists() or path.is_symlink()):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    with guarded_files.guard_parsing(path, "YAML", "correct it"):
+        text = path.read_bytes().decode("utf-8")
+        try:
+            return parse_yaml(text)
+        except Exception as error:
+            problem, advice = _explain(error)
+            raise guarded_files.BrokenArtifactError(f"{path} is not valid YAML: {problem}", advice) from None
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML. Raises ValueError for too deep nesting: the parser recurses in C, and 100,000 levels crash Python."""
-    depth = 0
+    """Parse YAML.
+
+    Raises ValueError for too deep nesting, since the parser recurses in C and 100,000 levels crash Python, and for aliases that
+    repeat too much, or the value that they are in.
+    """
+    sizes: dict[str, int] = {}  # of the values with anchors
+    levels: list[tuple[str | None, int]] = [(None, 0)]  # the anchor and the values so far of each open collection
     for event in YAML(typ="safe").parse(text):
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        if depth > MOST_LEVELS:
-            line = event.start_mark.line + 1
-            raise ValueError(f"line {line}: expected at most {MOST_LEVELS} levels of nesting, found more")
+        anchor, size = getattr(event, "anchor", None), 1
+        if isinstance(event, CollectionStartEvent):
+            levels.append((anchor, 1))
+            _check_limit(event, "levels of nesting", len(levels) - 1, MOST_LEVELS)
+            continue
+        if isinstance(event, CollectionEndEvent):
+            anchor, size = levels.pop()
+        elif isinstance(event, AliasEvent):
+            anchor, size = None, sizes.get(str(anchor), MOST_VALUES)
+        elif not isinstance(event, ScalarEvent):
+            continue
+        if anchor:
+            sizes[anchor] = size
+        levels[-1] = levels[-1][0], levels[-1][1] + size
+        _check_limit(event, "values with those that aliases repeat", levels[-1][1], MOST_VALUES)
     return YAML(typ="safe").load(text)
 
 
-def _explain(error: Exception) -> str:
-    """Return a parser's error in one line, with the line number."""
+def _check_limit(event: Any, what: str, found: int, most: int) -> None:
+    if found > most:
+        raise ValueError(f"line {event.start_mark.line + 1}: expected at most {most} {what}, found more")
+
+
+def _explain(error: Exception) -> tuple[str, str]:
+    """Return a parser's error in one line, with the line number, and what to do."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     # In brackets the parser takes a colon for that of a key.
     is_colon = problem == "found unexpected ':'"
     advice = 'put text with a colon in quotes, as ["http://gpu1:8000"]' if is_colon else "correct it"
-    return (
-        f"line {mark.line + 1}: {problem}; {advice}"
-        if mark and problem
-        else f"{' '.join(str(error).split())}; {advice}"
-    )
+    return f"line {mark.line + 1}: {problem}" if mark and problem else " ".join(str(error).split()), advice

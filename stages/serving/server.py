@@ -175,12 +175,12 @@ class ServerProcess:
                 if self._is_port_taken():
                     raise ValueError(
                         f"the {self.engine} server cannot listen on port {self.port}: another process has taken it since the "
-                        f"start; run again, which takes another port. Its log, {self.log}:\n{read_log_tail(self.log)}"
+                        f"start; run again, which takes another port. Its log, {self.log}:\n  {read_log_tail(self.log)}"
                     )
                 time.sleep(0.2)
         raise ValueError(
             f"the {self.engine} server was not ready after {self.timeout_s:g} s; raise {self.section}.start_timeout_s, "
-            f"or see its log, {self.log}:\n{read_log_tail(self.log)}"
+            f"or see its log, {self.log}:\n  {read_log_tail(self.log)}"
         )
 
     def stop(self) -> None:
@@ -218,9 +218,7 @@ class ServerProcess:
             often += f" for want of packages; run: {remedy}"
         reason = next((reason for line, reason in KNOWN_ENDS.items() if line in words), None)
         why = f"{often}: {reason}" if reason else often
-        message = (
-            f"the {self.engine} server ended with status {status}{why}; its log, {self.log}:\n{read_log_tail(self.log)}"
-        )
+        message = f"the {self.engine} server ended with status {status}{why}; its log, {self.log}:\n  {read_log_tail(self.log)}"
         return UnsupportedByServerError(message, reason) if reason else ValueError(message)
 
 
@@ -293,7 +291,7 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
 def read_log_tail(log: Path, lines: int = 20) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+        return "\n  ".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
 @dataclass
@@ -324,7 +322,7 @@ class ServerGroup:
 
     def read_log_tails(self) -> str:
         return "".join(
-            f"\nThe last lines of its log, {server.log}:\n{read_log_tail(server.log)}"
+            f"\n  The last lines of its log, {server.log}:\n  {read_log_tail(server.log)}"
             for server in self.servers
             if server.log.exists()
         )

@@ -81,9 +81,9 @@ def run_tool(command: list[str], subject: str) -> None:
         if line.startswith("note: "):
             print(line, flush=True)
     if completed.returncode:
-        tail = "\n".join((completed.stderr or completed.stdout).splitlines()[-SHOWN_LINES:])
+        tail = "\n  ".join((completed.stderr or completed.stdout).splitlines()[-SHOWN_LINES:])
         raise ValueError(
-            f"llama.cpp can't convert {subject}; take another engine (benchmark_served.engine). It says:\n{tail}"
+            f"llama.cpp can't convert {subject}; take another engine (benchmark_served.engine). It says:\n  {tail}"
         )
 
 

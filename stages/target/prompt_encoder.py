@@ -151,10 +151,11 @@ def print_row(tokenizer: Any, row_id: str, prompt_ids: list[int], answer_ids: li
     """Print a row with its answer, the tokens trained on, in colour; `ending` is its finish reason."""
     start, stop = ("[[", "]]") if os.environ.get("NO_COLOR") else ("\x1b[30;42m", "\x1b[0m")
     supervised, total = len(answer_ids), len(prompt_ids) + len(answer_ids)
-    print(f"\n--- {row_id}: {supervised} of {total} tokens are trained on, {ending}")
+    print("", f"--- {row_id}: {supervised} of {total} tokens are trained on, {ending}", sep="\n")
+    print(*decode_prompt(tokenizer, prompt_ids).split("\n"), sep="\n", end="")
     # Coloured line by line, since a terminal would otherwise paint the margin too.
-    answer = "\n".join(f"{start}{line}{stop}" for line in tokenizer.decode(answer_ids).split("\n"))
-    print(decode_prompt(tokenizer, prompt_ids) + answer)
+    for line in tokenizer.decode(answer_ids).split("\n"):
+        print(start, line, stop, sep="")
 
 
 def decode_prompt(tokenizer: Any, ids: list[int]) -> str:

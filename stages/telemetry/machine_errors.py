@@ -69,7 +69,7 @@ NO_GPU = re.compile(
     r"Found no NVIDIA driver|not compiled with CUDA|No CUDA GPUs are available|no CUDA-capable device|invalid device ordinal"
     r"|driver on your system is too old|CUDA driver version is insufficient"
 )
-NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -105,7 +105,9 @@ def _explain_refused_file(error: BaseException) -> str | None:
         advice = "mount its file system for writing, or work in a copy on another disk"
     else:
         advice = "make it readable and writable for this user"
-    return f"{error.filename}: {error.strerror}; {advice}, and run again"
+    if error.errno == errno.EISDIR:
+        advice = "move the folder away"
+    return f"{error.filename2 or error.filename}: {error.strerror}; {advice}, and run again"
 
 
 def advise_less_memory(stage: str) -> str:

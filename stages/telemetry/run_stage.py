@@ -16,7 +16,7 @@ from stages.params import stage_inputs
 from stages.params.schema import load_params
 from stages.runtime import scratch
 from stages.telemetry import stage_log, unfinished
-from stages.telemetry.interruption import INTERRUPTED, replace_unprintable, watch_ctrl_c
+from stages.telemetry.interruption import INTERRUPTED, escape_controls, filter_terminal, watch_ctrl_c
 from stages.telemetry.machine_errors import explain_machine_error
 
 
@@ -26,7 +26,7 @@ def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
     `list_gpus` gives the GPUs whose energy is counted, as indices into CUDA_VISIBLE_DEVICES; None for all. An error that the
     user can correct is printed as one message, and the process exits with 1; after Ctrl-C with 130.
     """
-    replace_unprintable()
+    filter_terminal()
     _keep_compiled_code()
     with watch_ctrl_c() as interrupted:
         _run_watched(main, list_gpus, interrupted)
@@ -53,7 +53,7 @@ def _run_watched(main: Callable[..., None], list_gpus: Callable[[], list[int] | 
         else:
             raise
     if status is not None:
-        sys.exit(status)
+        sys.exit(escape_controls(status) if isinstance(status, str) else status)
 
 
 def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | None]) -> None:

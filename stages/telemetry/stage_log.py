@@ -15,6 +15,10 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
+from stages.runtime import guarded_files
+
 LOG_FILE = Path("logs/stages.jsonl")
 PACKAGES = ("torch", "transformers")
 
@@ -73,14 +77,15 @@ def _read_process_seconds() -> float:
 def read_log() -> list[StageRun]:
     """Return the logged runs in their order. Lines that are cut or of another version are skipped."""
     try:
-        lines = LOG_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+        with guarded_files.guard_parsing(LOG_FILE, "JSON", ""):
+            lines = LOG_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
+    except guarded_files.BrokenArtifactError:
         return []
     return [run for line in lines if (run := _parse_run(line)) is not None]
 
 
 def _parse_run(line: str) -> StageRun | None:
     try:
-        return StageRun(**json.loads(line))
-    except (ValueError, TypeError):
+        return TypeAdapter(StageRun).validate_json(line)
+    except ValueError:
         return None

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 import torch
 
-from stages.hidden_states import reader, writer
+from stages.hidden_states import format, reader, writer
 from tests.hidden_states.made_up_rows import assert_same, made_up, read_refusal, shards
 
 
@@ -33,7 +33,7 @@ def test_a_cut_shard_is_refused(written: Path, left: int) -> None:
     path = shards(written)[1]
     path.write_bytes(path.read_bytes()[:left])
     assert re.search(
-        r"shard-00001\.safetensors is missing or cut \(.+\); run: dvc repro -f -s extract_hiddens$",
+        r"shard-00001\.safetensors is not valid safetensors \(.+\); run: dvc repro -f -s extract_hiddens$",
         read_refusal(written),
     )
 
@@ -72,6 +72,44 @@ def test_an_index_of_another_version_is_refused(
         reads(written)
 
 
+@by_every_reader
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index[1:],
+        lambda index: index[:-1],
+        lambda index: index.filter(pl.col("shard") != index["shard"][-1]),
+        lambda index: pl.concat([index[:2], index[1:]]),
+        lambda index: index.reverse(),
+        lambda index: index.with_columns(pl.col("offset") + 1),
+        lambda index: index.with_columns(pl.col("length") - 1),
+        lambda index: index.with_columns(pl.col("shard").replace({"shard-00000.safetensors": "../shard.safetensors"})),
+    ],
+    ids=["first row", "last row", "last shard", "doubled", "order", "offset", "length", "a shard elsewhere"],
+)
+def test_an_index_of_other_rows_is_refused(
+    written: Path, reads: Callable[[Path], object], change: Callable[[pl.DataFrame], pl.DataFrame]
+) -> None:
+    """Bug: hidden states whose index had rows dropped or doubled were read, and trained on."""
+    path = written / "index.parquet"
+    change(pl.read_parquet(path)).write_parquet(path)
+    with pytest.raises(ValueError, match=r"^[^\n]*index[^\n]*; run: dvc repro -f -s extract_hiddens$"):
+        reads(written)
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+def test_numbers_of_another_dtype_are_refused(tmp_path: Path, stored: str) -> None:
+    """Bug: a header that says BF16 of numbers in F16 has the same sizes and checksums: other numbers were read."""
+    writer.write_rows(tmp_path, made_up((2, 3)), format.DTYPES[stored], 10**9)
+    (path,) = shards(tmp_path)
+    names, whole = (b'"F16"', b'"BF16"'), path.read_bytes()
+    old, new = names if stored == "float16" else names[::-1]
+    size = int.from_bytes(whole[:8], "little")
+    header = whole[8 : 8 + size].replace(old, new).rstrip().ljust(size)
+    path.write_bytes(whole[:8] + header + whole[8 + size :])
+    assert "does not match its checksum" in read_refusal(tmp_path)
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["features", "last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
@@ -92,8 +130,6 @@ def test_what_the_index_alone_says_of_a_row_is_checked_too(written: Path) -> Non
         pl.col("id").str.replace("z", "a"),
         pl.col("prompt_length") + 1,
         pl.col("finish_reason").replace({"stop": "length"}),
-        pl.col("offset") + 1,
-        pl.col("length") - 1,
     ):
         whole.with_columns(change).write_parquet(path)
         assert "does not match its checksum" in read_refusal(written)

@@ -10,7 +10,9 @@ import weakref
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
+from pipeline import cli
 from stages.telemetry import run_stage, unfinished
 from tests.conftest import ROOT, copy_project
 
@@ -54,6 +56,24 @@ def test_what_the_machine_lacks_is_one_line_with_what_to_set(started: None, erro
     """Bug: out of memory, a missing GPU and a file of another user ended in tracebacks."""
     message = fail(error)
     assert isinstance(message, str) and message.startswith("aerie: ") and "\n" not in message and line in message
+
+
+HOSTILE = "a\n\x1b]0;b\x07\x9b31m\rc\u202e\udcff"
+
+
+def test_words_of_others_reach_the_terminal_as_text(started: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: names of files, columns and tensors, and servers' errors, set the terminal's title, or forged lines of ours."""
+    message = fail(ValueError(f"{HOSTILE}: expected 5"))
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command_line(["use", HOSTILE])
+    with tqdm(total=2, file=sys.stderr) as bar:
+        bar.update()
+        print(f"note: no row of {HOSTILE} is kept", Path(HOSTILE))
+    print(*["a", HOSTILE], sep="\n", file=sys.stderr)
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1 and captured.err.count("\n") == 3 and "\r" in captured.err
+    for text in (message, ended.value.code, captured.out, captured.err.replace("\r", "")):
+        assert r"a\n\x1b]0;b\x07\x9b31m\rc\u202e\udcff" in str(text) and str(text).replace("\n", "").isprintable()
 
 
 def test_compiled_code_is_kept_at_home_where_there_is_one(started: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,6 @@ class Files(DraftFiles):
         tokenizer = chat_template.load_tokenizer(
             manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
         )
-        published = published_block_formats.read_published_block_draft(
+        return published_block_formats.read_published_block_draft(
             folder, target, tokenizer, lambda: manifest.read_embedding_and_head(target), item.rope_theta
         )
-        BlockDraft(block_checkpoint.parse_block_config(published.config))  # refuses an unsupported rope_type
-        return published

@@ -32,8 +32,6 @@ class Files(DraftFiles):
     def read_published(
         self, folder: Path, item: ImportedCheckpoint, params: schema.Params, target: TargetManifest
     ) -> PublishedDraft:
-        published = published_eagle3_formats.read_published_draft(
+        return published_eagle3_formats.read_published_draft(
             folder, target, lambda: manifest.read_embedding_and_head(target), item.model, item.rope_theta
         )
-        Eagle3Draft.from_checkpoint(published.config, published.tensors)  # refuses an unsupported rope_type
-        return published
