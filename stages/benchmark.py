@@ -146,7 +146,8 @@ def _measure_load(work: TorchCellContext, load: Load) -> dict[str, LoadPoint]:
     """Repeat a load until that was often enough; return its point by kind of decoding."""
     records: dict[str, RepeatRecords] = {kind: [] for kind in torch_loads.list_kinds(work)}
     started, process_started = time.perf_counter(), time.process_time()
-    rule, ended = RepeatRule.of_workload(work.workload), None
+    workload, ended = work.workload, None
+    rule = RepeatRule(workload.fewest_repeats, workload.most_repeats, workload.half_width)
     while ended is None:
         repeat = len(next(iter(records.values())))
         for kind, turns in torch_loads.run_repeat(work, load, repeat).items():

@@ -92,7 +92,8 @@ def _alternate(
     work: ServedCellContext, measured: MeasuredServer, baseline: MeasuredServer, measure_repeat: Callable[[int], None]
 ) -> StoppingRecord:
     """Measure repeats of both servers, until the workload's rule ends them; return why there are no more."""
-    rule = RepeatRule.of_workload(work.workload)
+    workload = work.workload
+    rule = RepeatRule(workload.fewest_repeats, workload.most_repeats, workload.half_width)
     repeat, ended = 0, None
     while ended is None:
         measure_repeat(repeat)

@@ -180,8 +180,10 @@ def _build_replayed_rows(
     one_by_one = [name for name in p.benchmark.torch_workloads if p.benchmark.is_decoded_one_by_one(name)]
     for name in _select_replayable(p, one_by_one):
         for checkpoint in (key for key in replayed if key not in p.benchmark.checkpoints):
-            sampling = p.benchmark.workloads[name], p.benchmark.draft_sampling
-            sampled_trees = replay_records.select_sampled_alike(replayed[checkpoint], *sampling)
+            sampling = p.benchmark.workloads[name]
+            sampled_trees = replay_records.select_sampled_alike(
+                replayed[checkpoint], sampling.temperature, sampling.top_p, sampling.top_k, p.benchmark.draft_sampling
+            )
             by_shape = {tree.shape: tree for tree in sampled_trees}
             for tree in (by_shape.get(parse_shape(text)) for text in p.benchmark.trees):
                 if tree:

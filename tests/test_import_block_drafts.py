@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from stages import benchmark, benchmark_served, import_draft, replay_trees, time_trees
 from stages.cells import replay_records, timing_grid, training_records
 from stages.cells.cell import UNSUPPORTED, Cell
+from stages.cells.table import find_replayed_tau
 from stages.draft import checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.measuring import server_setup
@@ -100,7 +101,7 @@ def test_an_imported_draft_is_decoded_and_timed(project: Path, method: str) -> N
     for tree in trees:
         benchmark.main("eval", "theirs", tree)
         line = read_line("eval", "theirs", tree)
-        assert replay_records.find_replayed_tau(replay_records.read_replay("theirs"), line.cell) == line.row.tau
+        assert find_replayed_tau(replay_records.read_replay("theirs"), line.cell) == line.row.tau
     time_trees.main("theirs")
     timed = timing_grid.read_timing_grid("theirs", "tiny")["grid"]
     assert max(row["num_steps"] for row in timed) == draft.config.num_drafts

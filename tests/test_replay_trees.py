@@ -17,6 +17,7 @@ import torch
 
 from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, prepare_target, replay_trees
 from stages.cells import replay_records
+from stages.cells.table import find_replayed_tau
 from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint
 from stages.engine.decode import Engine
@@ -150,7 +151,7 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
             accepted, cycles = (sum(answer[k] for answer in line.point.requests) for k in ("accepted", "cycles"))
             assert (int(row["accepted"]), int(row["cycles"])) == (accepted, cycles) and accepted > 5
             assert float(row["tau_low"]) < float(row["tau"]) < float(row["tau_high"])
-            assert replay_records.find_replayed_tau(replay_records.read_replay("e003"), line.cell) == line.row.tau
+            assert find_replayed_tau(replay_records.read_replay("e003"), line.cell) == line.row.tau
             shares[workload, tree] = line.row.identical_share
     assert shares["eval", "t3_1_4"] == shares["eval", "t3_2_6"] == 1.0
     assert shares["drawn", "t3_1_4"] == shares["drawn", "t3_2_6"] == None, (  # noqa: E711

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from stages.cells.record import GREEDY, DraftSampling, Record
-from stages.grading.grade_summary import GradeSummary
+from stages.grading.grade import GradeSummary
 from stages.params.tree_shape import Load, TreeShape, parse_shape
 from stages.runtime import atomic
 from stages.serving.latency import LoadSummary

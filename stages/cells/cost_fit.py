@@ -22,8 +22,7 @@ def fit_cost_model(grid: Sequence[CycleTime]) -> CostModel:
     """Fit a timing grid. Raises ValueError for too few points, or a time that isn't positive."""
     if len(grid) < MIN_POINTS:
         raise ValueError(
-            f"a timing grid has {len(grid)} points, expected at least {MIN_POINTS}: fewer can't say how well the others are "
-            "predicted; time more trees"
+            f"a timing grid has {len(grid)} points, expected at least {MIN_POINTS} to tell its error; time more trees"
         )
     if wrong := [point for point in grid if not point.cycle_s > 0]:
         raise ValueError(f"a timing grid has a cycle of {wrong[0].cycle_s} s, expected more than 0; time it again")

@@ -33,8 +33,8 @@ def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
     cycles = compute_cycle_seconds(point)
     if not cycles:
         raise ValueError(
-            f"{tree.name}, concurrency {point.concurrency}: the engine reported no cycles, expected those of each request; "
-            "vLLM reports them from 0.30 on"
+            f"{tree.name}, concurrency {point.concurrency}: expected the cycles of each request, found none; vLLM reports them "
+            "from 0.30 on"
         )
     shape = {"num_steps": tree.num_steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}
     times = timing_grid.summarise_times("cycle_s", cycles, estimate_repeats)
@@ -51,14 +51,13 @@ def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
         steps.setdefault(batch, []).extend(seconds)
         if seconds:
             arrivals.setdefault(batch, []).append(estimate_arrivals(point, count_plain_steps))
-    return [
-        PlainStepTime(
-            batch=batch,
-            **timing_grid.summarise_times("step_s", steps[batch], estimate_repeats),
-            arrivals=_average_arrivals(arrivals.get(batch, [PromptArrivals()])),
-        )
-        for batch in sorted(steps)
-    ]
+    found = []
+    for batch in sorted(steps):
+        each = arrivals.get(batch, [PromptArrivals()])
+        mean = PromptArrivals(per_step=fmean(a.per_step for a in each), followed=fmean(a.followed for a in each))
+        times = timing_grid.summarise_times("step_s", steps[batch], estimate_repeats)
+        found.append(PlainStepTime(batch=batch, arrivals=mean, **times))
+    return found
 
 
 def count_arrivals(point: LoadPoint) -> PromptArrivals:
@@ -109,10 +108,6 @@ def count_cycles(request: RequestRow) -> int | None:
 def count_plain_steps(request: RequestRow) -> int | None:
     """Return the steps of plain decoding: the first token is prefill's."""
     return None if request.output_tokens is None else request.output_tokens - 1
-
-
-def _average_arrivals(found: list[PromptArrivals]) -> PromptArrivals:
-    return PromptArrivals(per_step=fmean(a.per_step for a in found), followed=fmean(a.followed for a in found))
 
 
 def compute_cycle_seconds(point: LoadPoint) -> list[float]:

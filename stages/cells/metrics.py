@@ -5,7 +5,7 @@ tau is pooled over verify cycles, its interval over clusters (cells/interval.py)
 Letters: N requests, C clusters, R repeats, S num_steps.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,6 +30,9 @@ def pool_acceptance(
         ends = interval.compute_tau_interval(by_cluster[0], by_cluster[1], num_steps)
     low, high = ends or (None, None)
     passes, drafts = int(cycles.sum()), int(accepted.sum())
+    histogram = np.zeros(num_steps + 1, dtype=np.int64)
+    for count in counts:  # of at most S + 1 numbers each
+        histogram[: len(count.histogram)] += np.asarray(count.histogram, dtype=np.int64)
     return Acceptance(
         tau=tau,
         tau_low=low,
@@ -38,18 +41,10 @@ def pool_acceptance(
         node_accept_rate=drafts / max(1, passes * (num_draft_tokens - 1)),
         cycles=passes,
         accepted=drafts,
-        histogram=add_histograms([count.histogram for count in counts], num_steps),
+        histogram=histogram.tolist(),
         clipped=all(count.clipped for count in counts),
         engine={},
     )
-
-
-def add_histograms(histograms: Iterable[Sequence[int]], num_steps: int) -> list[int]:
-    """Add up histograms of at most S + 1 counts."""
-    total = np.zeros(num_steps + 1, dtype=np.int64)
-    for histogram in histograms:
-        total[: len(histogram)] += np.asarray(histogram, dtype=np.int64)
-    return total.tolist()
 
 
 def pool_speedup(

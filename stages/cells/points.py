@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from stages.cells import interval, metrics
 from stages.cells.cell import Acceptance, LoadPoint, RequestRow
 from stages.grading import grade
-from stages.grading.grade_summary import GradeSummary
 from stages.params.tree_shape import Load
 from stages.serving import latency
 from stages.serving.latency import RequestRecord
@@ -67,13 +66,14 @@ def build_point(
     """Return a point. `request_rate` is in requests/s, or "inf"; `grades` as `grade_first_turns` has them, none if not graded."""
     requests = list_requests(repeats)
     marks = list(grades) or [None] * len(requests)
+    known = [correct for correct in marks if correct is not None]
     return LoadPoint(
         max_new_tokens=load.max_new_tokens,
         concurrency=load.concurrency,
         request_rate=request_rate,
         loads=[latency.summarise_load(latency.join_turns(turns)) for turns in repeats],
         acceptance=acceptance,
-        quality=_summarise_quality(requests, marks, references or {}),
+        quality=grade.summarise_grades(next(iter((references or {}).values())), known) if known else None,
         requests=[_make_request_row(request, correct) for request, correct in zip(requests, marks, strict=True)],
         warnings=warnings,
         **more,
@@ -102,18 +102,6 @@ def _make_request_row(request: PointRequest, correct: bool | None) -> RequestRow
         process_s=r.process_s,
         divergence_margin=r.divergence_margin,
     )
-
-
-def _summarise_quality(
-    requests: Sequence[PointRequest], marks: Sequence[bool | None], references: Mapping[str, str]
-) -> GradeSummary | None:
-    """Return None if no answer was graded."""
-    graded = [
-        (references[request.record.question_id], correct)
-        for request, correct in zip(requests, marks, strict=True)
-        if correct is not None
-    ]
-    return grade.summarise_grades([text for text, _ in graded], [correct for _, correct in graded]) if graded else None
 
 
 def pool_counts(records: Iterable[RequestRecord], prompt_set: str, num_steps: int, num_draft_tokens: int) -> Acceptance:

@@ -111,7 +111,7 @@ class OverruledPrediction(PredictedSpeedup):
 
 
 class LaunchAdvice(PredictedSpeedup):
-    """The advised launch at one load: `results/launch.json` has these keys in this order."""
+    """The advised launch at one load: the keys of `results/launch.json`, in this order."""
 
     enable: bool
     flags: list[str]  # none if speculation is not worth enabling
@@ -231,21 +231,11 @@ def is_inside_grid(bounds: dict[str, tuple[int, int]], tree: TreeShape, batch: i
     return all(low <= value <= high for value, (low, high) in zip(point, bounds.values(), strict=True))
 
 
-def count_outside_grid(cost: TimingGrid, trees: Iterable[ReplayedTree]) -> int:
-    """Return how many trees lie outside the timing grid at every batch."""
-    bounds = get_grid_bounds(cost)
-    return sum(not any(is_inside_grid(bounds, tree.shape, plain.batch) for plain in cost.plain) for tree in trees)
-
-
 def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: DescribeLaunch) -> list[LaunchAdvice]:
-    """Return, for each engine, load and concurrency, the runnable tree with the highest predicted speedup.
+    """Return, for each engine, load and concurrency, the preferred tree of those that the engine can run.
 
-    A tree whose interval lies above 1 goes before one with a higher speedup whose interval does not: only the former is worth
-    enabling, and none without an interval. Nothing is advised for an engine without a timing grid of its own: the costs of one
-    say nothing of another, and those of a CPU nothing of a GPU.
-
-    Args:
-        describe_launch: returns how an engine is started with a prediction's draft and tree; None if it can't run them.
+    Nothing is advised for an engine without a timing grid of its own: the costs of one say nothing of another, and those of a CPU
+    nothing of a GPU. `describe_launch` returns None for a draft and tree that the engine can't run.
     """
     rows, found = list(predicted), []
     for engine in LAUNCHABLE_ENGINES:
@@ -318,24 +308,18 @@ def read_launch() -> list[LaunchAdvice]:
     return [LaunchAdvice.model_validate(row) for row in found["launch"]]
 
 
-SpeedupPoint = tuple[float, float]  # (position on the axis, speedup)
+def describe_crossings(points: Sequence[tuple[float, float]], axis: str) -> str:
+    """Return where the speedup crosses 1 in words, as "faster up to a concurrency of 45.3, slower beyond".
 
-
-def find_crossings(points: Sequence[SpeedupPoint]) -> list[float]:
-    """Return where the speedup crosses 1, interpolated linearly over log(axis); the points are in the axis's order.
-
-    A speedup of exactly 1 counts as faster, as in `describe_crossings`.
+    `points` are (position on the axis, speedup) in the axis's order. Between two of them it is linear over log(axis); exactly 1
+    counts as faster.
     """
-    found = []
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if (y0 >= 1) != (y1 >= 1):
-            found.append(math.exp(math.log(x0) + (1 - y0) / (y1 - y0) * math.log(x1 / x0)))
-    return found
-
-
-def describe_crossings(points: Sequence[SpeedupPoint], axis: str) -> str:
-    """Return the crossings of at least one point in words, as "faster up to a concurrency of 45.3, slower beyond"."""
-    found, start = find_crossings(points), points[0][1] >= 1
+    found = [
+        math.exp(math.log(x0) + (1 - y0) / (y1 - y0) * math.log(x1 / x0))
+        for (x0, y0), (x1, y1) in pairwise(points)
+        if (y0 >= 1) != (y1 >= 1)
+    ]
+    start, paces = points[0][1] >= 1, ("slower", "faster")
     ends = f"{points[0][0]:g} to {points[-1][0]:g}" if len(points) > 1 else f"{points[0][0]:g}"
     if not found:
         x, y = min(points, key=lambda p: p[1]) if start else max(points, key=lambda p: p[1])
@@ -343,14 +327,6 @@ def describe_crossings(points: Sequence[SpeedupPoint], axis: str) -> str:
         if start:
             return f"faster at every {axis} measured, {ends}: at least {at}"
         return f"slower at every {axis} measured, {ends}: at best {at}"
-    spans = [f"{_name_pace(start == (n % 2 == 0))} up to {x:.3g}" for n, x in enumerate(found)]
-    spans[0] = spans[0].replace("up to ", f"up to {_choose_article(axis)} {axis} of ", 1)
-    return ", ".join([*spans, f"{_name_pace(start == (len(found) % 2 == 0))} beyond"])
-
-
-def _name_pace(pays: bool) -> str:
-    return "faster" if pays else "slower"
-
-
-def _choose_article(word: str) -> str:
-    return "an" if word[0] in "aeiou" else "a"
+    spans = [f"{paces[start == (n % 2 == 0)]} up to {x:.3g}" for n, x in enumerate(found)]
+    spans[0] = spans[0].replace("up to ", f"up to {'an' if axis[0] in 'aeiou' else 'a'} {axis} of ", 1)
+    return ", ".join([*spans, f"{paces[start == (len(found) % 2 == 0)]} beyond"])

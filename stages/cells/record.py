@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -35,25 +35,8 @@ class Record(BaseModel):
         return getattr(self, name)
 
     @classmethod
-    def list_keys(cls) -> tuple[str, ...]:
-        return tuple(cls.model_fields)
-
-    @classmethod
-    def check(cls, value: Mapping[str, Any]) -> None:
-        """Raises AssertionError if `value` is no such record. Values are written as given, never converted."""
-        try:
-            cls.model_validate(value)
-        except ValidationError as error:
-            raise AssertionError(f"not a {cls.__name__}: {_explain_error(error)}") from None
-
-    @classmethod
     def read_json(cls, path: Path, made_by: str, definitions: str | None = None) -> Self:
-        """Read a JSON file.
-
-        Raises:
-            ValueError: naming the file and the stage to run, if it is missing, measured by other `definitions`, or no such
-                record.
-        """
+        """Read a JSON file. Raises ValueError if it is missing, measured by other `definitions`, or no such record."""
         found = atomic.read_json(path, made_by)
         if definitions and (held := found.get("definitions", definitions)) != definitions:
             raise atomic.BrokenArtifactError(
@@ -70,7 +53,7 @@ class Record(BaseModel):
     @classmethod
     def write_csv(cls, path: Path, rows: Iterable[Self]) -> None:
         """Write rows of a CSV file. Floats keep every bit, so that figures can be compared between machines."""
-        atomic.write_csv(path, cls.list_keys(), (row.model_dump() for row in rows))
+        atomic.write_csv(path, tuple(cls.model_fields), (row.model_dump() for row in rows))
 
     @classmethod
     def read_csv(cls, path: Path, made_by: str) -> list[Self]:

@@ -8,7 +8,7 @@ the questions of each file of fix_data.raw, and in each range of context lengths
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from stages.cells.record import GREEDY, DraftSampling, Record, limit_draft_sampling
 from stages.params.tree_shape import TreeShape
@@ -41,29 +41,6 @@ class ReplayedTree(Record):
     @property
     def shape(self) -> TreeShape:
         return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
-
-
-class Sampling(Protocol):
-    """How the answers of a cell or a workload are sampled."""
-
-    @property
-    def temperature(self) -> float: ...
-
-    @property
-    def top_p(self) -> float: ...
-
-    @property
-    def top_k(self) -> int | None: ...
-
-
-class SampledTree(Sampling, Protocol):
-    """The tree of a cell, and how the cell samples."""
-
-    @property
-    def shape(self) -> TreeShape: ...
-
-    @property
-    def draft_sampling(self) -> DraftSampling: ...
 
 
 class TreeBucket(Record):
@@ -114,19 +91,11 @@ def select_temperature(
 
 
 def select_sampled_alike(
-    trees: Iterable[ReplayedTree], sampling: Sampling, draft_sampling: DraftSampling
+    trees: Iterable[ReplayedTree], temperature: float, top_p: float, top_k: int | None, draft_sampling: DraftSampling
 ) -> list[ReplayedTree]:
     """Return the trees on answers sampled so: at temperature 0, or above it with the same top-p and without top-k."""
-    alike = select_temperature(trees, sampling.temperature, draft_sampling)
-    if not sampling.temperature:
-        return alike
-    return [tree for tree in alike if tree.top_p == sampling.top_p and sampling.top_k is None]
-
-
-def find_replayed_tau(trees: Iterable[ReplayedTree], cell: SampledTree) -> float | None:
-    """Return the replayed tau of a cell's tree on answers and drafts sampled as the cell's; None if there is none."""
-    alike = select_sampled_alike(trees, cell, cell.draft_sampling)
-    return next((tree.tau for tree in alike if tree.shape == cell.shape), None)
+    alike = select_temperature(trees, temperature, draft_sampling)
+    return [tree for tree in alike if not temperature or (tree.top_p == top_p and top_k is None)]
 
 
 def locate_tree_statistics(checkpoint: str) -> Path:

@@ -3,23 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal, Protocol, Self
+from typing import Literal
 
 from stages.cells import interval
 from stages.cells.cell import PooledSpeedup, StoppingRecord
-
-
-class RepeatedWorkload(Protocol):
-    """The repeats of a workload of params.yaml (stages/params/benchmark_sections.py)."""
-
-    @property
-    def fewest_repeats(self) -> int: ...
-
-    @property
-    def most_repeats(self) -> int: ...
-
-    @property
-    def half_width(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -30,10 +17,6 @@ class RepeatRule:
     most: int
     # Of the speedup's interval, as a share of the speedup; None: `most` repeats whatever it is.
     half_width: float | None
-
-    @classmethod
-    def of_workload(cls, workload: RepeatedWorkload) -> Self:
-        return cls(workload.fewest_repeats, workload.most_repeats, workload.half_width)
 
     def judge(self, repeats: int, half_width: float | None, prints: bool = True) -> StoppingRecord | None:
         """Return why a measurement of this half-width ends after so many repeats; None while it goes on.

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
-from stages.cells import interval, replay_records
+from stages.cells import interval
 from stages.cells.cell import PLAIN, RAN, SPECULATIVE, TORCH_ENGINE, UNSUPPORTED, Cell, LoadPoint, name_stage
 from stages.cells.prediction import OverruledPrediction, PredictedSpeedup, SpeedupConditions
 from stages.cells.record import Column, DraftSampling, TableRow
-from stages.cells.replay_records import ReplayedTree
+from stages.cells.replay_records import ReplayedTree, select_sampled_alike
 from stages.params.tree_shape import Load, TreeShape, parse_shape
 
 MEASURED, REPLAYED = "measured", "replayed"
@@ -24,7 +24,7 @@ Number = float | None
 
 
 def _latency(kind: str, figure: str, heading: tuple[str, str] | None = None) -> Column:
-    """Return the column of a distribution of LoadSummary in ms; None in the table where it has no heading."""
+    """Return the column of a distribution of LoadSummary in ms."""
     return Column(heading, f"loads.{kind}.{figure}", decimals=1, factor=1000)
 
 
@@ -168,12 +168,9 @@ class TableLine:
 def join_lines(
     cells: Iterable[Cell], replayed: Mapping[str, list[ReplayedTree]], replayed_workloads: Collection[str]
 ) -> list[TableLine]:
-    """Return the lines of all points.
+    """Return the lines of all points of `cells`, of a served workload the baseline first.
 
-    Args:
-        cells: of a served workload the baseline first.
-        replayed: trees by checkpoint.
-        replayed_workloads: workloads whose prompts were replayed.
+    `replayed` are trees by checkpoint, `replayed_workloads` the workloads whose prompts were replayed.
     """
     found: list[TableLine] = []
     baselines: dict[str, Cell] = {}
@@ -200,7 +197,7 @@ def _build_plain_lines(cell: Cell, baseline_points: list[LoadPoint]) -> Iterator
 
 
 def _build_speculative_lines(cell: Cell, baseline: Cell, trees: list[ReplayedTree]) -> Iterator[TableLine]:
-    replay = replay_records.find_replayed_tau(trees, cell)
+    replay = find_replayed_tau(trees, cell)
     if cell.status != RAN:
         yield TableLine(_build_unsupported_row(cell, SPECULATIVE, replay), cell, None)
         return
@@ -219,6 +216,12 @@ def _build_speculative_lines(cell: Cell, baseline: Cell, trees: list[ReplayedTre
             **(cell.draft.model_dump() if cell.draft else {}),
         )
         yield TableLine(row, cell, point, baseline_point)
+
+
+def find_replayed_tau(trees: Iterable[ReplayedTree], cell: Cell) -> float | None:
+    """Return the replayed tau of a cell's tree on answers and drafts sampled as the cell's; None if there is none."""
+    alike = select_sampled_alike(trees, cell.temperature, cell.top_p, cell.top_k, cell.draft_sampling)
+    return next((tree.tau for tree in alike if tree.shape == cell.shape), None)
 
 
 def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSpeedup | None) -> ResultRow:

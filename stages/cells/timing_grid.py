@@ -123,28 +123,26 @@ def write_serving_costs(workload: str, grids: list[TimingGrid]) -> Path:
 
 def read_serving_costs(workload: str, model: str) -> list[TimingGrid]:
     """Return the grids of a workload for the target `model`. Raises ValueError also if they are another's."""
-    path, stage = locate_serving_costs(workload), f"serving_costs@{workload}"
-    found = ServingCosts.read_json(path, stage, COST_DEFINITIONS)
-    for grid in found.grids:
-        if (target := grid.target[0] if grid.target else None) != model:
-            problem = f"{path} has timed drafts of the target {target}, expected {model}: its costs are another's"
-            raise atomic.BrokenArtifactError(problem, atomic.format_rerun_hint(stage))
-    return found.grids
+    path = locate_serving_costs(workload)
+    grids = ServingCosts.read_json(path, f"serving_costs@{workload}", COST_DEFINITIONS).grids
+    for grid in grids:
+        _check_owner(path, grid.stage, "drafts of the target", grid.target and grid.target[0], model)
+    return grids
 
 
 def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:
     """Return the torch engine's grid of a draft for the target `model`. Raises ValueError also if it is of others."""
     path, stage = locate_timing_grid("torch", checkpoint), f"time_trees@{checkpoint}"
     found = TimingGrid.read_json(path, stage, COST_DEFINITIONS)
-    target = found.target[0] if found.target else None
-    for what, has, wanted in (
-        ("the draft of checkpoint", found.checkpoint, checkpoint),
-        ("drafts of the target", target, model),
-    ):
-        if has != wanted:
-            problem = f"{path} has timed {what} {has}, expected {wanted}: its costs are another's"
-            raise atomic.BrokenArtifactError(problem, atomic.format_rerun_hint(stage))
+    _check_owner(path, stage, "the draft of checkpoint", found.checkpoint, checkpoint)
+    _check_owner(path, stage, "drafts of the target", found.target and found.target[0], model)
     return found
+
+
+def _check_owner(path: Path, stage: str, what: str, found: str | None, expected: str) -> None:
+    if found != expected:
+        problem = f"{path} has timed {what} {found}, expected {expected}: its costs are another's"
+        raise atomic.BrokenArtifactError(problem, atomic.format_rerun_hint(stage))
 
 
 def list_hardware_differences(first: Hardware, second: Hardware) -> list[str]:

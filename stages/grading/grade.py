@@ -16,11 +16,11 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
 from stages.data import final_answer
-from stages.grading.grade_summary import GradeSummary
 
 TIMEOUT_S = 10.0  # of one program, by the clock and of processor time
 MEMORY_BYTES = 1 << 30  # bytes of address space of each process
@@ -34,6 +34,16 @@ BODY_END_PATTERN = re.compile(r"\n(?:class |def |#|if |print\(|@|```)")
 CODE_BLOCK_PATTERN = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
+@dataclass(frozen=True)
+class GradeSummary:
+    """How many of one or more answers were graded and are right."""
+
+    graded: int
+    correct: int
+    accuracy: float  # the share of right ones
+    how: str  # the method
+
+
 def grade_answer(reference: str, answer: str) -> bool:
     """Return whether a text answer is right. Reasoning before the answer, or cut in the middle, is ignored."""
     expected = json.loads(reference)
@@ -44,9 +54,9 @@ def grade_answer(reference: str, answer: str) -> bool:
     return grade_text(expected["answer"], final)
 
 
-def summarise_grades(references: list[str], marks: list[bool]) -> GradeSummary:
-    """Return the grades of one or more answers."""
-    kind = json.loads(references[0])["kind"]
+def summarise_grades(reference: str, marks: list[bool]) -> GradeSummary:
+    """Return the grades of one or more answers; `reference` is that of one of them, all of which have one kind."""
+    kind = json.loads(reference)["kind"]
     return GradeSummary(len(marks), sum(marks), sum(marks) / len(marks), f"{kind}: {GRADING_METHODS[kind]}")
 
 
@@ -57,8 +67,7 @@ def _grade_number(expected: str, answer: str) -> bool:
     """Compare the number in the box, after `####`, or the last one of the answer."""
     box = final_answer.find_boxed_answer(answer)
     found = final_answer.find_last_number(answer.rpartition("####")[2] if box is None else box)
-    if found is None:
-        found = final_answer.find_last_number(answer)
+    found = final_answer.find_last_number(answer) if found is None else found
     return found is not None and found == final_answer.find_last_number(expected)
 
 
@@ -132,16 +141,11 @@ os.write(answer, secret.encode())
 
 
 def check_programs(references: Iterable[str], workload: str, run_generated_code: bool) -> None:
-    """Check, before anything is decoded, that programs which a target writes may be run.
-
-    Raises:
-        ValueError: if one of `references` is graded by running the answer, and `run_generated_code` is false.
-    """
+    """Raise ValueError, before anything is decoded, if an answer is graded by running it and that is not allowed."""
     if not run_generated_code and any(json.loads(words)["kind"] == "humaneval" for words in references):
         raise ValueError(
-            f"benchmark.workloads.{workload}.grade is true, which runs programs that the target wrote, without a sandbox "
-            "(docs/workloads.md); expected benchmark.run_generated_code: true, found false. Set it on a machine or in a "
-            "container with nothing to lose, or set the workload's grade to false"
+            f"benchmark.workloads.{workload}.grade is true, expected benchmark.run_generated_code: true, found false; set it in a "
+            "container with nothing to lose, as programs of the target run without a sandbox (docs/workloads.md), or grade: false"
         )
 
 

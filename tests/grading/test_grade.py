@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from stages.grading import grade
-from stages.grading.grade_summary import GradeSummary
+from stages.grading.grade import GradeSummary
 from tests.grading.programs import PROBLEMS, make_humaneval_reference, make_reference
 
 
@@ -88,7 +88,7 @@ def test_a_bare_completion_ends_where_its_body_does() -> None:
 
 
 def test_quality_is_counted_and_says_how() -> None:
-    found = grade.summarise_grades([make_reference("gsm8k", "1")] * 4, [True, False, True, True])
+    found = grade.summarise_grades(make_reference("gsm8k", "1"), [True, False, True, True])
     assert found == GradeSummary(4, 3, 0.75, "gsm8k: exact match of the last number")
 
 

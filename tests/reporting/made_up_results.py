@@ -64,7 +64,7 @@ def make_up_results(p: schema.Params) -> None:
             for name in p.benchmark.trees:
                 _make_up_cell(cells_rng, workload, checkpoint, TreeShape.parse(name), skill[checkpoint]).write()
     for checkpoint, segment in p.train_draft.checkpoints.items():
-        lines = [",".join(ReplayedTree.list_keys())]
+        lines = [",".join(ReplayedTree.model_fields)]
         for tree in p.replay_trees.list_trees():
             tau = _tau(skill[checkpoint], tree) + rng.uniform(-0.15, 0.15)
             rate = (tau - 1) / tree.num_steps
