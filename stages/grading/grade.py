@@ -144,8 +144,8 @@ def check_programs(references: Iterable[str], workload: str, run_generated_code:
     """Raise ValueError, before anything is decoded, if an answer is graded by running it and that is not allowed."""
     if not run_generated_code and any(json.loads(words)["kind"] == "humaneval" for words in references):
         raise ValueError(
-            f"benchmark.workloads.{workload}.grade is true, expected benchmark.run_generated_code: true, found false; set it in a "
-            "container with nothing to lose, as programs of the target run without a sandbox (docs/workloads.md), or grade: false"
+            f"benchmark.workloads.{workload}.grade is true, expected benchmark.run_generated_code: true, found false; set it in "
+            "a container with nothing to lose, since programs run without a sandbox (docs/workloads.md), or set grade to false"
         )
 
 

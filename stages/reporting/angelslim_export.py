@@ -13,21 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.cells.cell import Cell, LoadPoint
+from stages.cells.cell import Cell, RequestRow
 from stages.runtime import atomic
-
-
-@dataclass(frozen=True)
-class DecodedTurn:
-    """One answer by one way of decoding."""
-
-    question: str
-    repeat: int
-    turn: int
-    new_tokens: int
-    wall_time: float
-    cycles: int | None = None  # of speculative decoding
-    accepted: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,8 +23,8 @@ class AnswerSet:
 
     name: str
     temperature: float
-    eagle: list[DecodedTurn]
-    baseline: list[DecodedTurn]
+    eagle: list[RequestRow]
+    baseline: list[RequestRow]
 
 
 def write_answer_files(folder: Path, model_id: str, sets: Iterable[AnswerSet], analysis: bool) -> None:
@@ -71,35 +58,26 @@ def list_answer_sets(cells: Iterable[Cell]) -> Iterator[AnswerSet]:
             is_sweep = max(len(points), len(plain)) > 1
             name = cell.name + (f"-{load.max_new_tokens}-at-{load.concurrency or 'all'}" if is_sweep else "")
             eagle, baseline = (
-                [turn for point in decoded_points if point.load == load for turn in _list_turns(point)]
-                for decoded_points in (points, plain)
+                [row for point in decoded if point.load == load for row in point.requests if _is_counted(row)]
+                for decoded in (points, plain)
             )
             yield AnswerSet(name, cell.temperature, eagle, baseline)
 
 
-def _list_turns(point: LoadPoint) -> Iterator[DecodedTurn]:
-    for row in point.requests:
-        if not row.failed and row.e2e_s is not None and row.output_tokens is not None:
-            yield DecodedTurn(row.id, row.repeat, row.turn, row.output_tokens, row.e2e_s, row.cycles, row.accepted)
+def _is_counted(row: RequestRow) -> bool:
+    return not row.failed and row.e2e_s is not None and row.output_tokens is not None
 
 
-def _build_lines(turns: list[DecodedTurn], model_id: str) -> Iterator[dict[str, Any]]:
+def _build_lines(turns: list[RequestRow], model_id: str) -> Iterator[dict[str, Any]]:
     """Yield a line for each question: a choice for each repeat, lists over its turns."""
     for question, answers in _group_by_question(turns).items():
         choices = []
         for repeat in dict.fromkeys(answer.repeat for answer in answers):
             turns_of_repeat = sorted((a for a in answers if a.repeat == repeat), key=lambda answer: answer.turn)
-            choice: dict[str, Any] = {
-                "index": repeat,
-                "new_tokens": [answer.new_tokens for answer in turns_of_repeat],
-                "wall_time": [answer.wall_time for answer in turns_of_repeat],
-            }
+            keys = {"new_tokens": "output_tokens", "wall_time": "e2e_s"}
             if all(answer.cycles is not None for answer in turns_of_repeat):
-                choice |= {
-                    "idxs": [a.cycles for a in turns_of_repeat],
-                    "accepted": [a.accepted for a in turns_of_repeat],
-                }
-            choices.append(choice)
+                keys |= {"idxs": "cycles", "accepted": "accepted"}
+            choices.append({"index": repeat} | {key: [a[name] for a in turns_of_repeat] for key, name in keys.items()})
         yield {"question_id": question, "model_id": model_id, "choices": choices}
 
 
@@ -113,14 +91,15 @@ def _summarise(answers: AnswerSet) -> dict[str, float | None]:
     return {"acceptance_length": fmean(lengths) if lengths else None, "speedup_ratio": ratio}
 
 
-def _average_speed(turns: list[DecodedTurn]) -> float | None:
+def _average_speed(turns: list[RequestRow]) -> float | None:
     """Return the mean over questions of their tokens/s."""
-    speeds = [sum(t.new_tokens for t in q) / sum(t.wall_time for t in q) for q in _group_by_question(turns).values()]
+    questions = _group_by_question(turns).values()
+    speeds = [sum(t.output_tokens or 0 for t in q) / sum(t.e2e_s or 0.0 for t in q) for q in questions]
     return fmean(speeds) if speeds else None
 
 
-def _group_by_question(turns: list[DecodedTurn]) -> dict[str, list[DecodedTurn]]:
-    found: dict[str, list[DecodedTurn]] = {}
+def _group_by_question(turns: list[RequestRow]) -> dict[str, list[RequestRow]]:
+    found: dict[str, list[RequestRow]] = {}
     for turn in turns:
-        found.setdefault(turn.question, []).append(turn)
+        found.setdefault(turn.id, []).append(turn)
     return found

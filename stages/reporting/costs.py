@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from stages.cells import prediction, prediction_check, table
@@ -103,8 +104,11 @@ def _explain_left_out(
     if not replayed:
         drafts = " with sampled drafts" if limit_draft_sampling(draft_sampling, temperature) == "sampled" else ""
         return [f"{name}: {checkpoint} was not replayed at temperature {temperature:g}{drafts}, so it has no tau there"]
-    if outside := prediction.count_outside_grid(cost, replayed):
-        bounds = prediction.get_grid_bounds(cost)
+    bounds = prediction.get_grid_bounds(cost)
+    inside = [
+        any(prediction.is_inside_grid(bounds, tree.shape, step.batch) for step in cost.plain) for tree in replayed
+    ]
+    if outside := inside.count(False):
         axes = ", ".join(
             f"{axis} {low}" + (f" to {high}" if high > low else "") for axis, (low, high) in bounds.items()
         )
@@ -127,7 +131,15 @@ def format_launch_table(launch: list[LaunchAdvice]) -> list[str]:
     """Return what to launch as aligned lines, each followed by its flags and the version that they need."""
     if not launch:
         return []
-    heading, *lines = align_columns([LAUNCH_HEADINGS, *map(_format_launch_row, launch)])
+    rows = [
+        (
+            row.engine, f"{row.concurrency:g}", format_advice(row), format_tree(row.shape.name), row.checkpoint,
+            format_number(row.tau), format_number(row.C), f"{row.speedup:.2f}x",
+            format_interval(row.low, row.high, NO_INTERVAL), describe_cost(row),
+        )
+        for row in launch
+    ]  # fmt: skip
+    heading, *lines = align_columns([LAUNCH_HEADINGS, *rows])
     shown = ["When to speculate, and how: predicted, but where the last column says measured", heading]
     for line, row in zip(lines, launch, strict=True):
         needs = f"    # {row.engine} {row.min_version} or later" if row.min_version else ""
@@ -140,12 +152,11 @@ def describe_limit(limit: SpeculationLimit) -> str:
     """Return up to which concurrency speculation is worth enabling, in words."""
     load = f", {limit.workload}, {limit.max_new_tokens} tokens" if limit.workload else ""
     first, last = limit.concurrencies[0], limit.concurrencies[-1]
+    enabled, undecided = (", ".join(map(str, caps)) for caps in (limit.enabled, limit.undecided))
     if limit.undecided:
-        which = (
-            "at every concurrency" if limit.undecided == limit.concurrencies else f"at {_join(limit.undecided)} at once"
-        )
-        advice = f"can't tell {which}: no interval, or too wide a one (repeats: 3, more trees)"
-        advice += f"; speculate at {_join(limit.enabled)}" if limit.enabled else ""
+        which = "every concurrency" if limit.undecided == limit.concurrencies else f"{undecided} at once"
+        advice = f"can't tell at {which}: no interval, or too wide a one (repeats: 3, more trees)"
+        advice += f"; speculate at {enabled}" if enabled else ""
     elif limit.off_above == 0:
         advice = f"leave speculation off: from {first} to {last} at once no tree's interval lies above 1"
     elif limit.off_above is not None:
@@ -154,20 +165,8 @@ def describe_limit(limit: SpeculationLimit) -> str:
     elif limit.enabled == limit.concurrencies:
         advice = f"speculate at every concurrency that was timed, {first} to {last}"
     else:
-        advice = f"speculate at {_join(limit.enabled)} at once, not at the others that were timed"
+        advice = f"speculate at {enabled} at once, not at the others that were timed"
     return f"{limit.engine}{load}: {advice}"
-
-
-def _join(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-def _format_launch_row(row: LaunchAdvice) -> tuple[str, ...]:
-    return (
-        row.engine, f"{row.concurrency:g}", format_advice(row), format_tree(row.shape.name), row.checkpoint,
-        format_number(row.tau), format_number(row.C), f"{row.speedup:.2f}x", format_interval(row.low, row.high, NO_INTERVAL),
-        describe_cost(row),
-    )  # fmt: skip
 
 
 def format_advice(row: LaunchAdvice) -> str:
@@ -188,7 +187,8 @@ class CostsPage:
     tops: list[tuple[int, list[PredictedSpeedup]]]  # at each load: how many trees were predicted, and the first of them
     disagreeing: list[ComparedPrediction]  # beyond both intervals
     undecided: int  # cells that can't be compared for want of an interval
-    error: "PredictionError | None"
+    rms: float  # how far predicted speedups are from measured ones, as a share
+    bias: float  # above 0: too high on the whole
     svg: Any
 
 
@@ -210,36 +210,22 @@ class ConcurrencyTable:
         return id(row) in self.best
 
 
-@dataclass(frozen=True)
-class PredictionError:
-    """How far predicted speedups are from measured ones, as shares."""
-
-    rms: float
-    bias: float  # above 0: too high on the whole
-
-
 def build_costs_page(found: CostPrediction) -> CostsPage:
     compared = found.compared
+    errors = [math.log(row.predicted.speedup / row.measured.speedup) for row in compared] or [0.0]
+    draw = partial(draw_predictions, rows=compared)
+    groups = _group_predictions(found.known, lambda row: row.conditions)
     return CostsPage(
         found,
         limits=[describe_limit(limit) for limit in prediction.find_limits(found.launch)],
         by_concurrency=_build_concurrency_tables(found.known),
-        tops=_select_top_trees(found.known),
+        tops=[(len(rows), _take_first(sorted(rows, key=lambda row: -row.speedup), MAX_TABLE_TREES)) for rows in groups],
         disagreeing=[row for row in compared if row.agrees is False],
         undecided=sum(row.agrees is None for row in compared),
-        error=_summarise_prediction_error(compared) if compared else None,
-        svg=_draw_compared(compared) if compared else None,
+        rms=math.sqrt(fmean(error**2 for error in errors)),
+        bias=math.exp(fmean(errors)) - 1,
+        svg=plots.render_svg(draw, "Predicted against measured speedup") if compared else None,
     )
-
-
-def _draw_compared(compared: list[ComparedPrediction]) -> Any:
-    return plots.render_svg(partial(draw_predictions, rows=compared), "Predicted against measured speedup")
-
-
-def _select_top_trees(rows: list[PredictedSpeedup]) -> list[tuple[int, list[PredictedSpeedup]]]:
-    """Return the fastest trees of each load."""
-    groups = _group_predictions(rows, lambda row: row.conditions)
-    return [(len(group), _take_first(sorted(group, key=lambda row: -row.speedup), MAX_TABLE_TREES)) for group in groups]
 
 
 def _take_first(ordered: list[PredictedSpeedup], count: int) -> list[PredictedSpeedup]:
@@ -278,12 +264,6 @@ def _build_concurrency_tables(rows: list[PredictedSpeedup]) -> list[ConcurrencyT
     return tables
 
 
-def _summarise_prediction_error(compared: list[ComparedPrediction]) -> PredictionError:
-    logs = [math.log(row.predicted.speedup / row.measured.speedup) for row in compared]
-    mean, square = sum(logs) / len(logs), sum(x * x for x in logs) / len(logs)
-    return PredictionError(math.sqrt(square), math.exp(mean) - 1)
-
-
 def draw_predictions(axes: Any, rows: list[ComparedPrediction]) -> list[PlotPoint]:
     """Draw predicted against measured speedups with both intervals, a colour per engine."""
     ends = [side.speedup for row in rows for side in (row.predicted, row.measured)]
@@ -298,10 +278,9 @@ def draw_predictions(axes: Any, rows: list[ComparedPrediction]) -> list[PlotPoin
             if measured.low is not None:
                 axes.hlines(predicted.speedup, measured.low, measured.high, color=colour, lw=0.7)
     axes.set(xlabel="measured speedup of decoding", ylabel="predicted")
-    return [_make_prediction_point(row) for row in rows]
-
-
-def _make_prediction_point(compared: ComparedPrediction) -> PlotPoint:
-    measured, predicted = compared.measured.speedup, compared.predicted.speedup
-    name = f"{format_tree(str(compared.row.tree))}, {compared.row.checkpoint}"
-    return PlotPoint(measured, predicted, f"{name}: measured {measured:.2f}×, predicted {predicted:.2f}×")
+    plot_points = []
+    for each in rows:
+        x, y = each.measured.speedup, each.predicted.speedup
+        name = f"{format_tree(str(each.row.tree))}, {each.row.checkpoint}"
+        plot_points.append(PlotPoint(x, y, f"{name}: measured {x:.2f}×, predicted {y:.2f}×"))
+    return plot_points

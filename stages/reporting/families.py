@@ -59,26 +59,17 @@ def build_families_page(
         return None
     guesses = index_torch_predictions(predicted)
     lines = []
+    budgets = choose_budgets([tree for trees in replays.values() for tree in trees])
     for name, trees in replays.items():
-        for kind, group in _group_trees(trees, families[name], choose_budgets(_flatten(replays))):
-            lines.append(_choose_line(name, families[name], kind, group, guesses))
+        family = families[name]
+        # Chains that engines run, and trees of topk > 1 within each budget of tokens.
+        kinds = {"chain": [tree for tree in trees if tree.topk == 1 and family.is_served(tree.shape)]} | {
+            f"tree of at most {budget} tokens": [t for t in trees if t.topk > 1 and t.num_draft_tokens <= budget]
+            for budget in budgets
+        }
+        lines += [_choose_line(name, family, kind, group, guesses) for kind, group in kinds.items() if group]
     draw: DrawPlot = partial(draw_fronts, replays=replays, families=families)
     return FamiliesPage(lines, render_svg(draw, "tau against num_draft_tokens, by family"))
-
-
-def _flatten(replays: Mapping[str, list[ReplayedTree]]) -> list[ReplayedTree]:
-    return [tree for trees in replays.values() for tree in trees]
-
-
-def _group_trees(
-    trees: list[ReplayedTree], family: DraftKind, budgets: list[int]
-) -> Iterable[tuple[str, list[ReplayedTree]]]:
-    """Yield the chains that engines run, and the trees of topk > 1 within each budget of tokens, with their kind."""
-    kinds = {"chain": [tree for tree in trees if tree.topk == 1 and family.is_served(tree.shape)]}
-    for budget in budgets:
-        wide = [tree for tree in trees if tree.topk > 1 and tree.num_draft_tokens <= budget]
-        kinds[f"tree of at most {budget} tokens"] = wide
-    yield from ((kind, group) for kind, group in kinds.items() if group)
 
 
 def _choose_line(

@@ -48,9 +48,9 @@ def summarise_latencies(lines: list[TableLine]) -> list[LatencyGroup]:
         group = [line for line in drafted if (line.row.workload, line.row.checkpoint, line.row.engine) == names]
         heaviest = max(group, key=lambda line: line.row.load.sort_key).row
         same_load = [line for line in group if line.row.load == heaviest.load]
-        answers = {format_tree(line.row.shape.name): _list_answers(line.point) for line in same_load}
-        if plain := _choose_plain(lines, same_load):
-            answers[PLAIN_LABEL] = _list_answers(plain)
+        drawn = {format_tree(line.row.shape.name): line.point for line in same_load}
+        drawn |= {PLAIN_LABEL: _choose_plain(lines, same_load)}
+        answers = {name: [row for row in point.requests if not row.failed] for name, point in drawn.items() if point}
         load = " engine" if heaviest.in_turns else f", {heaviest.load}"
         about = f"{format_title(*names[:2])}, {heaviest.engine}{load}"
         found.append(_summarise_spread(about, answers, ANSWER_NAMES if heaviest.in_turns else REQUEST_NAMES))
@@ -68,12 +68,17 @@ def _choose_plain(lines: list[TableLine], drafted: list[TableLine]) -> LoadPoint
     return next((line.point for line in members if line.row is fastest), None)
 
 
-def _list_answers(point: LoadPoint | None) -> list[RequestRow]:
-    return [row for row in (point.requests if point else []) if not row.failed]
-
-
 def _summarise_spread(about: str, answers: dict[str, list[RequestRow]], names: dict[str, str]) -> LatencyGroup:
-    rows = [LatencyLine(tree, len(found), _compute_percentiles(found, names)) for tree, found in answers.items()]
+    import numpy as np  # the terminal's table does without
+
+    rows = []
+    for tree, found in answers.items():
+        percentiles: dict[str, list[float] | None] = {}
+        for name in names:
+            factor = 1 if name == "e2e_s" else 1000  # the others are shown in ms
+            values = [factor * value for answer in found if (value := answer[name]) is not None]
+            percentiles[name] = np.percentile(values, PERCENTILES).tolist() if values else None
+        rows.append(LatencyLine(tree, len(found), percentiles))
     shown = rows[-MAX_PLOT_LINES:]
     drawn = {
         name: plots.render_svg(
@@ -85,17 +90,6 @@ def _summarise_spread(about: str, answers: dict[str, list[RequestRow]], names: d
         if any(row.percentiles[name] for row in shown)
     }
     return LatencyGroup(about, names, rows, drawn)
-
-
-def _compute_percentiles(answers: list[RequestRow], names: dict[str, str]) -> dict[str, list[float] | None]:
-    import numpy as np  # the terminal's table does without
-
-    found = {}
-    for name in names:
-        factor = 1 if name == "e2e_s" else 1000  # the others are shown in ms
-        values = [factor * value for answer in answers if (value := answer[name]) is not None]
-        found[name] = np.percentile(values, PERCENTILES).tolist() if values else None
-    return found
 
 
 def draw_latencies(axes: Any, rows: list[LatencyLine], name: str, label: str) -> list[PlotPoint]:

@@ -59,7 +59,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "tree": format_tree,
     }
     best, shown = metrics["best_checkpoint"], choose_shown_checkpoint(found, metrics)
-    ran = [cell for cell in found.cells if cell.status == RAN]
+    ran, fixed = [cell for cell in found.cells if cell.status == RAN], found.reports["fix_data"]
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     return environment.get_template("page.html.j2").render(
         title=settings.title,
@@ -75,7 +75,10 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         provenance=provenance.build_provenance(settings, found, files),
         **_build_results(settings, found, shown),
         **_build_replays(settings, found, metrics, shown),
-        **_build_data(found),
+        flow=found.count_rows(),
+        reports=found.reports,
+        diffs={rule: diff_lines(e["before"], e["after"]) for rule, e in fixed["examples"].items()},
+        near=[diff_lines(e["first"], e["second"]) for e in (fixed["near_duplicates"] or {}).get("examples", [])],
         costs=costs.build_costs_page(found.predicted),
         no_interval=costs.NO_INTERVAL,
         took=provenance.summarise_stage_runs(found.stage_runs, ran),
@@ -129,11 +132,14 @@ def _build_replays(
         if shown_trees
         else None,
     }
-    fought = trees.compare_checkpoints(best, others[0], found.replays) if others else None
-    if fought and fought.pairs:  # a block draft may share no tree with EAGLE-3
-        duel = fought
-        draw_duel = partial(plots.draw_checkpoint_comparison, best=best, other=duel.other, pairs=duel.pairs)
-        drawn["duel"] = (f"tau with {best} against tau with {duel.other}", draw_duel)
+    other = next(iter(others), None)
+    theirs = {tree.shape: tree.tau for tree in found.replays[other]} if other else {}
+    pairs = [(t.tau, theirs[t.shape], t.topk) for t in found.replays.get(best, []) if t.shape in theirs]
+    if other and pairs:  # a block draft may share no tree with EAGLE-3
+        won, lost = sum(x > y for x, y, _ in pairs), sum(x < y for x, y, _ in pairs)
+        duel = trees.CheckpointComparison(best, other, len(pairs), won, lost)
+        draw_duel = partial(plots.draw_checkpoint_comparison, best=best, other=other, pairs=pairs)
+        drawn["duel"] = (f"tau with {best} against tau with {other}", draw_duel)
     return {
         "trees": len(shown_trees),
         "compared_trees": len(shared.get(best, ())),
@@ -145,18 +151,6 @@ def _build_replays(
         "plots": {name: plot and plots.render_svg(plot[1], plot[0]) for name, plot in drawn.items()},
         "inside": bool(shown_trees)
         and trees.build_trees_page(shown_trees, found.tree_statistics[shown or ""], settings.benchmark_trees),
-    }
-
-
-def _build_data(found: ReportInputs) -> PageContent:
-    """Return what the part on rows of data shows."""
-    fixed = found.reports["fix_data"]
-    near_duplicates = (fixed["near_duplicates"] or {}).get("examples", [])
-    return {
-        "flow": found.count_rows(),
-        "reports": found.reports,
-        "diffs": {rule: diff_lines(e["before"], e["after"]) for rule, e in fixed["examples"].items()},
-        "near": [diff_lines(e["first"], e["second"]) for e in near_duplicates],
     }
 
 
@@ -174,26 +168,17 @@ class AcceptanceHistogram:
     """How many drafts each verify cycle of one cell accepted, and why this cell is shown."""
 
     cell: Cell
+    acceptance: Acceptance
     reasons: list[str]
 
     @property
-    def tau(self) -> float:
-        return _get_acceptance(self.cell).tau
-
-    @property
     def cycles(self) -> int:
-        return sum(_get_acceptance(self.cell).histogram)
+        return sum(self.acceptance.histogram)
 
     @property
     def bars(self) -> list[float]:
         """Return the share of the cycles that accepted 0, 1, 2, … drafts."""
-        return [count / self.cycles for count in _get_acceptance(self.cell).histogram]
-
-
-def _get_acceptance(cell: Cell) -> Acceptance:
-    found = cell.points[0].acceptance
-    assert found, "a cell with a draft has counts"
-    return found
+        return [count / self.cycles for count in self.acceptance.histogram]
 
 
 def _select_histograms(lines: list[TableLine]) -> list[AcceptanceHistogram]:
@@ -208,9 +193,10 @@ def _select_histograms(lines: list[TableLine]) -> list[AcceptanceHistogram]:
     ]
     shown: dict[tuple[str, str | None], AcceptanceHistogram] = {}
     for reason, line in picks:
-        if line and any(_get_acceptance(line.cell).histogram):
+        acceptance = line.point.acceptance if line and line.point else None
+        if line and acceptance and any(acceptance.histogram):
             key = line.row.workload, line.row.tree
-            shown.setdefault(key, AcceptanceHistogram(line.cell, [])).reasons.append(reason)
+            shown.setdefault(key, AcceptanceHistogram(line.cell, acceptance, [])).reasons.append(reason)
     return list(shown.values())
 
 

@@ -176,20 +176,26 @@ def make_tree_point(tree: ReplayedTree, suffix: str = "") -> PlotPoint:
     return PlotPoint(tree.num_draft_tokens, tree.tau, f"{tree.shape.name[1:]}: tau {tree.tau:.2f}{interval}{suffix}")
 
 
+def draw_lines(axes: Any, lines: dict[str, list[PlotPoint]]) -> list[PlotPoint]:
+    """Draw a line through the points of each name; one without points keeps its style. Return all points."""
+    for (name, points), style in zip(lines.items(), cycle_styles(), strict=False):
+        if points:
+            axes.plot([point.x for point in points], [point.y for point in points], **style, label=name)
+    return [point for points in lines.values() for point in points]
+
+
 def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None = None) -> list[PlotPoint]:
     """Draw a line per topk, at the best num_steps of each point or at `steps`. A topk always has the same colour."""
-    plot_points: list[PlotPoint] = []
-    for topk, style in zip(sorted({t.topk for t in trees}), cycle_styles(), strict=False):
-        points = [t for t in trees if t.topk == topk and steps in (None, t.num_steps)]
-        tokens = sorted({t.num_draft_tokens for t in points})
-        best = [max((t for t in points if t.num_draft_tokens == count), key=lambda t: t.tau) for count in tokens]
-        if points:
-            axes.plot(tokens, [t.tau for t in best], **style, label=f"topk {topk}")
-            plot_points += map(make_tree_point, best)
+    best: dict[int, dict[int, ReplayedTree]] = {topk: {} for topk in sorted({t.topk for t in trees})}
+    for tree in sorted(trees, key=lambda t: t.tau, reverse=True):
+        if steps in (None, tree.num_steps):
+            best[tree.topk].setdefault(tree.num_draft_tokens, tree)
     axes.set(
         xlabel="num_draft_tokens", ylabel=f"tau, at {'the best num_steps' if steps is None else f'num_steps {steps}'}"
     )
-    return plot_points
+    return draw_lines(
+        axes, {f"topk {topk}": [make_tree_point(found[n]) for n in sorted(found)] for topk, found in best.items()}
+    )
 
 
 def draw_checkpoint_comparison(
@@ -210,7 +216,10 @@ def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
     ends: dict[str, int] = {}
     last: dict[str, float] = {}
     plot_points: list[PlotPoint] = []
-    for name, colour in zip(_order_by_parent(trained), _cycle_colours(), strict=False):
+    order: list[str] = []  # parents before children
+    while len(order) < len(trained):
+        order += [n for n, t in trained.items() if n not in order and (t.from_ in order or t.from_ not in trained)]
+    for name, colour in zip(order, _cycle_colours(), strict=False):
         parent, epochs = trained[name].from_, trained[name].epochs
         start, losses = ends.get(parent, 0), [epoch.loss for epoch in epochs]
         joined = [(start, last[parent])] if parent in last else []
@@ -230,62 +239,49 @@ def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
 
 def draw_held_out(axes: Any, curves: list[HeldOutCurve]) -> list[PlotPoint]:
     """Draw what a chain of three accepts of eval answers after each epoch."""
-    for curve, colour in zip(curves, _cycle_colours(), strict=False):
-        axes.plot(curve.epochs, curve.accept_lengths, marker="o", color=colour, label=curve.name)
     axes.set(xlabel="epoch", ylabel="tokens a cycle, chain of 3")
-    return [
-        PlotPoint(epoch, length, f"{curve.name}: {length:.2f} tokens a cycle after epoch {epoch}")
-        for curve in curves
-        for epoch, length in zip(curve.epochs, curve.accept_lengths, strict=True)
-    ]
-
-
-def _order_by_parent(trained: dict[str, TrainingReport]) -> list[str]:
-    """Return the checkpoints, parents before children."""
-    order: list[str] = []
-    while len(order) < len(trained):
-        order += [n for n, t in trained.items() if n not in order and (t.from_ in order or t.from_ not in trained)]
-    return order
+    lines = {}
+    for curve in curves:
+        points = zip(curve.epochs, curve.accept_lengths, strict=True)
+        lines[curve.name] = [
+            PlotPoint(x, y, f"{curve.name}: {y:.2f} tokens a cycle after epoch {x}") for x, y in points
+        ]
+    return draw_lines(axes, lines)
 
 
 def draw_accuracy(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
-    plot_points: list[PlotPoint] = []
-    for name, colour in zip(trained, _cycle_colours(), strict=False):
-        accuracy = [100 * share for share in trained[name].epochs[-1].step_accuracy]
-        axes.plot(range(1, len(accuracy) + 1), accuracy, marker="o", color=colour, label=name)
-        plot_points += [
-            PlotPoint(step, share, f"{name}: {share:.1f}% at step {step}") for step, share in enumerate(accuracy, 1)
-        ]
     axes.set(xlabel="training-time-test step", ylabel="accuracy after the last epoch (%)")
-    return plot_points
+    lines = {}
+    for name, report in trained.items():
+        points = enumerate((100 * share for share in report.epochs[-1].step_accuracy), 1)
+        lines[name] = [PlotPoint(x, y, f"{name}: {y:.1f}% at step {x}") for x, y in points]
+    return draw_lines(axes, lines)
 
 
 @dataclass(frozen=True)
-class SpeedupLine:
-    """One line of draw_speedups."""
+class SpeedupPlot:
+    """Lines of speedups over the concurrency, or over the answer length."""
 
-    name: str
-    points: list[tuple[float, float, float | None, float | None]]  # (x, speedup, low, high); None of one repeat
+    lines: dict[
+        str, list[tuple[float, float, float | None, float | None]]
+    ]  # (x, speedup, low, high); None of one repeat
+    axis: str
 
+    def draw(self, axes: Any) -> list[PlotPoint]:
+        from matplotlib.ticker import NullLocator
 
-def draw_speedups(axes: Any, lines: list[SpeedupLine], axis: str, unit: str) -> list[PlotPoint]:
-    from matplotlib.ticker import NullLocator
-
-    ticks = sorted({x for line in lines for x, *_ in line.points})
-    axes.set_xscale("log", base=2)
-    axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
-    for line, colour in zip(lines, _cycle_colours(), strict=False):
-        xs, ys, lows, highs = zip(*line.points, strict=True)
-        axes.plot(xs, ys, marker="o", color=colour, label=f"{line.name} {unit}")
-        if None not in (*lows, *highs):
-            axes.vlines(xs, lows, highs, color=colour, linewidth=0.9)
-    axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel=axis, ylabel="speedup over plain decoding")
-    return [
-        PlotPoint(
-            x, y, f"{line.name} {unit}, {axis} {x:g}: {y:.2f}×" + ("" if low is None else f" ({low:.2f}-{high:.2f})")
-        )
-        for line in lines
-        for x, y, low, high in line.points
-    ]
+        plot_points, ticks = [], sorted({x for points in self.lines.values() for x, *_ in points})
+        axes.set_xscale("log", base=2)
+        axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
+        for (name, points), colour in zip(self.lines.items(), _cycle_colours(), strict=False):
+            xs, ys, lows, highs = zip(*points, strict=True)
+            axes.plot(xs, ys, marker="o", color=colour, label=name)
+            if None not in (*lows, *highs):
+                axes.vlines(xs, lows, highs, color=colour, linewidth=0.9)
+            for x, y, low, high in points:
+                interval = "" if low is None else f" ({low:.2f}-{high:.2f})"
+                plot_points.append(PlotPoint(x, y, f"{name}, {self.axis} {x:g}: {y:.2f}×{interval}"))
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set(xlabel=self.axis, ylabel="speedup over plain decoding")
+        return plot_points

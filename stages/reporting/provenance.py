@@ -50,7 +50,7 @@ def build_provenance(settings: ReportSettings, found: ReportInputs, tables: Iter
         machines=group_machines([cell for cell in found.cells if cell.in_turns]),
         seeds=sorted({cell.seed for cell in found.cells}),
         digest=settings.params_digest,
-        commit=read_commit(),
+        commit=_read_commit(),
         versions=list_versions("aerie", "matplotlib", "jinja2"),
         target=next((cost.target for cost in found.predicted.costs if cost.target), None),
         weights={name: report.weights for name, report in found.checkpoints.items()},
@@ -64,19 +64,15 @@ def group_machines(cells: Sequence[Cell]) -> list[MachineGroup]:
     return [MachineGroup(count, *json.loads(text)) for text, count in counts.most_common()]
 
 
-def read_commit() -> CommitState | None:
-    head, changed = _run_git("rev-parse", "HEAD"), _run_git("status", "--porcelain", "--untracked-files=no")
-    if head is None or changed is None:
+def _read_commit() -> CommitState | None:
+    try:
+        head, changed = (
+            subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout
+            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.CalledProcessError):
         return None
     return CommitState(head.strip(), [line[3:] for line in changed.splitlines()])
-
-
-def _run_git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True)
-    except OSError:
-        return None
-    return None if done.returncode else done.stdout
 
 
 # Seconds and joules

@@ -19,11 +19,11 @@ class ServedPage:
 
     groups: list[ResultGroup]
     sweeps: list[tuple[LoadSweep, Any]]  # each with its plot as an SVG
-    memory: dict[str, list[Cell]]
+    memory: dict[str, list[Cell]]  # by workload, of which any is known
     graded: list[TableLine]
     counted: list[TableLine]
     warnings: list[tuple[TableLine, str]]
-    servers: list[tuple[str, str | None]]
+    servers: list[tuple[str, str | None]]  # cell and command line, None for one that was already running
     machines: list[MachineGroup]
     headings: list[tuple[str, str]]
     many: int = MAX_TABLE_LINES
@@ -36,26 +36,25 @@ def build_served_page(all_lines: list[TableLine]) -> ServedPage | None:
         return None
     cells, rows = list({id(line.cell): line.cell for line in lines}.values()), [line.row for line in lines]
     served = [line for line in lines if line.cell.engine != TORCH_ENGINE]
+    memory: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if any(cell.memory[k] is not None for k in ("weights", "draft", "kv_cache", "gpu_serving")):
+            memory.setdefault(cell.workload, []).append(cell)
     return ServedPage(
         groups=group_loads(rows),
         sweeps=[(sweep, sweep.draw()) for sweep in build_sweeps(rows)],
-        memory=_tabulate_memory(cells),
+        memory=memory,
         graded=[line for line in lines if line.point and line.point.quality],
         counted=[line for line in served if line.point and line.point.acceptance],
         warnings=_list_warnings(lines),
-        servers=_list_server_commands(cells),
+        servers=[
+            (cell.name, shlex.join(cell.server.command) or None)
+            for cell in cells
+            if cell.status == RAN and cell.engine != TORCH_ENGINE
+        ],
         machines=group_machines(cells),
         headings=[c.heading for c in ResultRow.list_view(in_turns=False, on_page=True).values() if c.heading],
     )
-
-
-def _tabulate_memory(cells: list[Cell]) -> dict[str, list[Cell]]:
-    """Return each workload's servers of which any memory is known."""
-    found: dict[str, list[Cell]] = {}
-    for cell in cells:
-        if any(cell.memory[k] is not None for k in ("weights", "draft", "kv_cache", "gpu_serving")):
-            found.setdefault(cell.workload, []).append(cell)
-    return found
 
 
 def _list_warnings(lines: list[TableLine]) -> list[tuple[TableLine, str]]:
@@ -68,15 +67,6 @@ def _list_warnings(lines: list[TableLine]) -> list[tuple[TableLine, str]]:
         lost = [f"{line.row.requests} requests, of them failed: {', '.join(f'{k} {n}' for k, n in failed.items())}"]
         found += [(line, text) for text in [*line.point.warnings, *(lost if failed else [])]]
     return found
-
-
-def _list_server_commands(cells: list[Cell]) -> list[tuple[str, str | None]]:
-    """Return each server's cell and command line, None for one that was already running."""
-    return [
-        (cell.name, shlex.join(cell.server.command) or None)
-        for cell in cells
-        if cell.status == RAN and cell.engine != TORCH_ENGINE
-    ]
 
 
 def format_figures(figures: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from stages.cells import prediction
@@ -34,19 +33,6 @@ class SweepCell:
 
 
 @dataclass(frozen=True)
-class SweepLine:
-    tokens: int
-    cells: list[SweepCell | None]  # by concurrency; None where that load was not measured
-
-
-@dataclass(frozen=True)
-class SpeedupPlot:
-    lines: list[plots.SpeedupLine]
-    axis: str
-    unit: str  # of the lines' names
-
-
-@dataclass(frozen=True)
 class LoadSweep:
     """Speedups of one tree, or of the best tree at each load, at several loads."""
 
@@ -57,22 +43,15 @@ class LoadSweep:
     of_trees: bool  # the best tree at each load
     loads: int
     slower: list[ResultRow]  # loads at which plain decoding is faster
-    caps: list[int | None]  # concurrencies; None, the last: no limit
-    heat: list[SweepLine]
+    cap_names: list[str]  # concurrencies, as the heat table heads them
+    heat: list[tuple[int, list[SweepCell | None]]]  # tokens, and by concurrency; None where that load was not measured
     by_length: list[str]  # break-evens along the concurrency, one sentence per answer length
     by_cap: list[str]  # break-evens along the answer length, one sentence per concurrency
-    plot: SpeedupPlot | None
-
-    @property
-    def cap_names(self) -> list[str]:
-        """Return the concurrencies as the heat table heads them."""
-        return ["no limit" if cap is None else str(cap) for cap in self.caps]
+    plot: plots.SpeedupPlot | None
 
     def draw(self) -> Any:
         """Return the plot as an SVG; None where the sweep has no axis."""
-        return self.plot and plots.render_svg(
-            partial(plots.draw_speedups, **vars(self.plot)), f"Speedup of {self.name} over {self.plot.axis}"
-        )
+        return self.plot and plots.render_svg(self.plot.draw, f"Speedup of {self.name} over {self.plot.axis}")
 
 
 def build_sweeps(rows: list[ResultRow]) -> list[LoadSweep]:
@@ -110,11 +89,12 @@ def _build_sweep(
     strength = {load: abs(math.log(_get_speedup(row))) for load, row in by_load.items()}
     farthest = max(strength.values()) or 1.0
     cells = {load: SweepCell(row, strength[load] / farthest) for load, row in by_load.items()}
-    heat = [SweepLine(tokens, [cells.get(Load(tokens, cap)) for cap in caps]) for tokens in lengths]
+    heat = [(tokens, [cells.get(Load(tokens, cap)) for cap in caps]) for tokens in lengths]
+    cap_names = ["no limit" if cap is None else str(cap) for cap in caps]
     slower = [row for row in sorted(by_load.values(), key=lambda row: row.load.sort_key) if _get_speedup(row) < 1]
     by_length, by_cap = _describe_break_evens(by_load, lengths, caps)
     plot = _build_speedup_plot(by_load, lengths, caps)
-    return LoadSweep(name, *names, of_trees, len(by_load), slower, caps, heat, by_length, by_cap, plot)
+    return LoadSweep(name, *names, of_trees, len(by_load), slower, cap_names, heat, by_length, by_cap, plot)
 
 
 def _describe_break_evens(
@@ -136,7 +116,7 @@ def _describe_break_evens(
     return by_length, by_cap
 
 
-def _build_speedup_plot(by_load: RowsByLoad, lengths: list[int], caps: list[int | None]) -> SpeedupPlot | None:
+def _build_speedup_plot(by_load: RowsByLoad, lengths: list[int], caps: list[int | None]) -> plots.SpeedupPlot | None:
     """Return a line per answer length over concurrency, or per concurrency over answer length where only that varies."""
     limits = [cap for cap in caps if cap is not None]
     series: dict[str, list[tuple[float, ResultRow | None]]]
@@ -149,8 +129,8 @@ def _build_speedup_plot(by_load: RowsByLoad, lengths: list[int], caps: list[int 
         series = {names[cap]: [(tokens, by_load.get(Load(tokens, cap))) for tokens in lengths] for cap in caps}
     else:
         return None
-    lines = []
-    for name, rows in series.items():
-        points = [(x, _get_speedup(row), row.speedup_low, row.speedup_high) for x, row in rows if row]
-        lines.append(plots.SpeedupLine(name, points))
-    return SpeedupPlot([line for line in lines if line.points], axis, unit)
+    lines = {
+        f"{name} {unit}": [(x, _get_speedup(row), row.speedup_low, row.speedup_high) for x, row in rows if row]
+        for name, rows in series.items()
+    }
+    return plots.SpeedupPlot({name: points for name, points in lines.items() if points}, axis)

@@ -49,9 +49,8 @@ class ResultGroup:
     rows: list[ResultRow]
     cells: list[Cell] = field(default_factory=list)  # none if the trees were only replayed
     loads: list[Load] = field(default_factory=list)  # of a table of loads
-    plain: dict[str, float] = field(
-        default_factory=dict
-    )  # prompt by prompt: fields of plain decoding, medians over cells
+    # prompt by prompt: fields of plain decoding, medians over cells
+    plain: dict[str, float] = field(default_factory=dict)
 
     @property
     def first(self) -> ResultRow:
@@ -137,22 +136,17 @@ def group_loads(rows: list[ResultRow]) -> list[ResultGroup]:
     found, loaded = [], [row for row in rows if not row.in_turns]
     for names in dict.fromkeys((row.workload, row.engine) for row in loaded):
         members = [row for row in loaded if (row.workload, row.engine) == names]
-        checkpoints = dict.fromkeys(row.checkpoint for row in members if not row.is_plain)
-        found += [_build_load_group(*names, members, checkpoint) for checkpoint in checkpoints or [None]]
+        plain, unrun = select_best_plain(members), [row for row in members if not row.is_measured]
+        for checkpoint in dict.fromkeys(row.checkpoint for row in members if not row.is_plain) or [None]:
+            trees = [row for row in members if row.is_measured and not row.is_plain and row.checkpoint == checkpoint]
+            loads = sorted({row.load for row in trees} | set(plain), key=lambda load: load.sort_key)
+            lines: list[ResultRow] = []
+            for load in loads:
+                lines += [*(row for row in trees if row.load == load), *([plain[load]] if load in plain else [])]
+            lines += [row for row in unrun if not row.is_plain and row.checkpoint == checkpoint]
+            lines += [row for row in unrun if row.is_plain]
+            found.append(ResultGroup(*names, checkpoint, in_turns=False, rows=lines, loads=loads))
     return found
-
-
-def _build_load_group(workload: str, engine: str, rows: list[ResultRow], checkpoint: str | None) -> ResultGroup:
-    plain = select_best_plain(rows)
-    trees = [row for row in rows if not row.is_plain and row.checkpoint == checkpoint]
-    measured = [row for row in trees if row.is_measured]
-    loads = sorted({row.load for row in measured} | set(plain), key=lambda load: load.sort_key)
-    lines: list[ResultRow] = []
-    for load in loads:
-        lines += [*(row for row in measured if row.load == load), *([plain[load]] if load in plain else [])]
-    lines += [row for row in trees if not row.is_measured]
-    lines += [row for row in rows if row.is_plain and not row.is_measured]
-    return ResultGroup(workload, engine, checkpoint, in_turns=False, rows=lines, loads=loads)
 
 
 def select_best_plain(rows: list[ResultRow]) -> dict[Load, ResultRow]:
@@ -181,8 +175,12 @@ def format_tables(
     for group in groups:
         family = families[str(group.checkpoint)]
         mark = ", the best checkpoint by replayed tau" if group.checkpoint == best_checkpoint else ""
-        name = "" if family.family is EAGLE3 else f" ({family.title})"
-        name = f" ({_describe_draft(family, group.rows)})" if compares_memory else name
+        sizes = [row for row in group.rows if row.weights_bytes is not None and row.state_bytes is not None]
+        name = family.title
+        if sizes and compares_memory:
+            state = max(row.state_bytes or 0 for row in sizes)
+            name += f": weights {format_bytes(sizes[0].weights_bytes or 0)}, state {format_bytes(state)}"
+        name = f" ({name})" if compares_memory or family.family is not EAGLE3 else ""
         text += [f"{group.title}{name}{mark}", *_align_in_turns(group, family, doubted)]
         if group.plain:
             text.append(
@@ -199,15 +197,6 @@ def format_tables(
     for group in group_loads(rows):
         text += [*_format_load_group(group, rows), ""]
     return text
-
-
-def _describe_draft(draft: DraftKind, rows: list[ResultRow]) -> str:
-    """Return a draft's family, and the memory that it takes beside the target's where that was measured."""
-    sizes = [row for row in rows if row.weights_bytes is not None and row.state_bytes is not None]
-    if not sizes:
-        return draft.title
-    state = max(row.state_bytes or 0 for row in sizes)
-    return f"{draft.title}: weights {format_bytes(sizes[0].weights_bytes or 0)}, state {format_bytes(state)}"
 
 
 def _align_in_turns(group: ResultGroup, family: DraftKind, doubted: Collection[str]) -> list[str]:
@@ -239,7 +228,9 @@ def _format_load_group(group: ResultGroup, rows: list[ResultRow]) -> list[str]:
         if sweep.checkpoint == group.checkpoint:
             text += [f"{sweep.name}: {sentence}" for sentence in sweep.by_length or sweep.by_cap]
     for row in measured:
-        text += [f"! {describe_decoding(row)}, {row.load.shorten()}: {remark}" for remark in _list_remarks(row)]
+        failed = (row.requests or 0) - (row.completed or 0)
+        remarks = row.remark, explain_tau_gap(row), failed and f"{failed} of {row.requests} requests failed"
+        text += [f"! {describe_decoding(row)}, {row.load.shorten()}: {remark}" for remark in remarks if remark]
     return text + [
         f"! {describe_decoding(row)}: {describe_unsupported(row)}" for row in group.rows if not row.is_measured
     ]
@@ -256,22 +247,11 @@ def format_columns(row: ResultRow, on_page: bool = False) -> dict[str, str]:
         return {name: format_column(row, name, column, missing) for name, column in shown}
     if row.is_plain:
         row = row.model_copy(update={"speedup": 1.0})
-    reasons = {"tau_low": _explain_no_tau_interval(row)}
+    # vLLM counts over all requests; tau has an interval where each is counted.
+    is_pooled = row.engine == "vllm" and (row.requests or 0) > (row.repeats or 1)
+    reasons = {"tau_low": UNCOUNTED if is_pooled else ONE_PROMPT}
     texts = {name: format_column(row, name, column, reasons.get(name, ONE_REPEAT)) for name, column in shown}
     return texts | ({"speedup_low": ""} if row.is_plain else {})
-
-
-def _explain_no_tau_interval(row: ResultRow) -> str:
-    """Return why tau would have no interval: vLLM counts over all requests, which has one where each is counted."""
-    is_pooled = row.engine == "vllm" and (row.requests or 0) > (row.repeats or 1)
-    return UNCOUNTED if is_pooled else ONE_PROMPT
-
-
-def _list_remarks(row: ResultRow) -> list[str]:
-    requests = row.requests or 0
-    failed = requests - (row.completed or 0)
-    lost = f"{failed} of {requests} requests failed" if failed else ""
-    return list(filter(None, [row.remark, explain_tau_gap(row), lost]))
 
 
 def describe_unsupported(row: ResultRow) -> str:

@@ -18,6 +18,7 @@ from stages.reporting.plots import (
     PlotPoint,
     count_legend_columns,
     cycle_styles,
+    draw_lines,
     draw_tau_by_tokens,
     render_svg,
 )
@@ -45,15 +46,10 @@ class TreeStatisticsLine:
 
     tree: str
     cycles: int
-    tau: float
     nodes: float
     expected_accepted: float  # sum of the draft's path probabilities
     accepted: float
     siblings: list[tuple[float, float]]  # as summarise_siblings returns them
-
-    @property
-    def kept_share(self) -> float:
-        return self.accepted / self.expected_accepted
 
 
 def build_trees_page(trees: list[ReplayedTree], statistics: list[TreeBucket], benchmark_trees: list[str]) -> TreesPage:
@@ -126,25 +122,9 @@ class CheckpointComparison:
 
     best: str
     other: str
-    pairs: list[tuple[float, float, int]]  # (tau of best, tau of other, topk)
-
-    @property
-    def of(self) -> int:
-        return len(self.pairs)
-
-    @property
-    def won(self) -> int:
-        return sum(x > y for x, y, _ in self.pairs)
-
-    @property
-    def lost(self) -> int:
-        return sum(x < y for x, y, _ in self.pairs)
-
-
-def compare_checkpoints(best: str, other: str, replays: dict[str, list[ReplayedTree]]) -> CheckpointComparison:
-    others = {tree.shape: tree.tau for tree in replays[other]}
-    pairs = [(tree.tau, others[tree.shape], tree.topk) for tree in replays[best] if tree.shape in others]
-    return CheckpointComparison(best, other, pairs)
+    of: int  # trees
+    won: int
+    lost: int
 
 
 def find_pareto_front(trees: list[ReplayedTree]) -> list[ReplayedTree]:
@@ -179,11 +159,7 @@ def select_best_steps(trees: list[ReplayedTree]) -> list[ReplayedTree]:
 
 
 def choose_steps(trees: list[ReplayedTree], names: list[str]) -> int:
-    """Return the num_steps that most of the named trees have.
-
-    Only num_steps that were replayed with a topk above 1 count; where the named trees have none of them, the largest is
-    taken.
-    """
+    """Return the num_steps, replayed with a topk above 1, that most of the named trees have; the largest if none has one."""
     replayed = {t.num_steps for t in trees if t.topk > 1} or {t.num_steps for t in trees}
     named = Counter(steps for steps in (parse_shape(name).num_steps for name in names) if steps in replayed)
     return named.most_common(1)[0][0] if named else max(replayed)
@@ -212,7 +188,7 @@ def build_statistics_table(statistics: list[TreeBucket]) -> list[TreeStatisticsL
                 sum(row[name] for row in rows) / cycles for name in ("nodes", "expected_accepted")
             )
             shares = summarise_siblings(siblings[tree])
-            lines.append(TreeStatisticsLine(tree, cycles, 1 + accepted, nodes, expected_accepted, accepted, shares))
+            lines.append(TreeStatisticsLine(tree, cycles, nodes, expected_accepted, accepted, shares))
     return lines
 
 
@@ -233,21 +209,13 @@ def summarise_siblings(rows: list[TreeBucket]) -> list[tuple[float, float]]:
 
 def draw_tau_by_length(axes: Any, statistics: list[TreeBucket], what: str, label: str) -> list[PlotPoint]:
     """Draw a line per tree: tau of the cycles that start in each bucket of `what` with at least MIN_BUCKET_COUNT cycles."""
-    lines = {
-        tree: [row for row in rows if (row.cycles or 0) >= MIN_BUCKET_COUNT]
-        for tree, rows in group_by_tree(statistics, what).items()
-    }
-    plot_points: list[PlotPoint] = []
-    lows = sorted({_get_lower_edge(row) for rows in lines.values() for row in rows})
-    for (tree, rows), style in zip(lines.items(), cycle_styles(), strict=False):
-        taus = [1 + row.accepted / (row.cycles or 1) for row in rows]
-        xs = [lows.index(_get_lower_edge(row)) for row in rows]
-        axes.plot(xs, taus, **style, label=format_tree(tree))
-        plot_points += [
-            PlotPoint(x, tau, f"{format_tree(tree)}, {row.bucket}: tau {tau:.2f}, {row.cycles} cycles")
-            for x, tau, row in zip(xs, taus, rows, strict=True)
-        ]
-    tick_step = 1 + len(lows) // 9
+    shown = [row for row in statistics if row.by == what and (row.cycles or 0) >= MIN_BUCKET_COUNT]
+    lows = sorted({_get_lower_edge(row) for row in shown})
+    lines: dict[str, list[PlotPoint]] = {format_tree(bucket.tree): [] for bucket in statistics}
+    for row in shown:
+        x, tau, tree = lows.index(_get_lower_edge(row)), 1 + row.accepted / (row.cycles or 1), format_tree(row.tree)
+        lines[tree].append(PlotPoint(x, tau, f"{tree}, {row.bucket}: tau {tau:.2f}, {row.cycles} cycles"))
+    plot_points, tick_step = draw_lines(axes, lines), 1 + len(lows) // 9
     axes.set_xticks(range(0, len(lows), tick_step), [f"{low:g}–" for low in lows[::tick_step]])
     axes.set(xlabel=label, ylabel="tau")
     return plot_points
@@ -280,21 +248,15 @@ def draw_token_classes(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoin
 def draw_calibration(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoint]:
     """Draw a line per tree: the share of nodes accepted against their mean path probability, both logarithmic."""
     axes.set(xscale="log", yscale="log")
-    values, plot_points = [1.0], []
-    for (tree, rows), style in zip(group_by_tree(statistics, "path_probability").items(), cycle_styles(), strict=False):
-        points = [
-            (row.expected_accepted / row.nodes, row.accepted / row.nodes)
-            for row in rows
-            if row.nodes and row.nodes >= MIN_BUCKET_COUNT and row.accepted and row.expected_accepted
-        ]
-        values += [x for point in points for x in point]
-        plot_points += [
-            PlotPoint(x, y, f"{format_tree(tree)}: {y:.3g} accepted at a path probability of {x:.3g}")
-            for x, y in points
-        ]
-        if points:
-            axes.plot(*zip(*points, strict=True), **style, label=format_tree(tree))
-    axes.plot([min(values), 1], [min(values), 1], color=INK_COLOUR, linewidth=0.8)
+    lines: dict[str, list[PlotPoint]] = {format_tree(bucket.tree): [] for bucket in statistics}
+    for row in statistics:
+        is_drawn = row.by == "path_probability" and (row.nodes or 0) >= MIN_BUCKET_COUNT and row.accepted
+        if is_drawn and row.nodes and row.expected_accepted:
+            x, y, tree = row.expected_accepted / row.nodes, row.accepted / row.nodes, format_tree(row.tree)
+            lines[tree].append(PlotPoint(x, y, f"{tree}: {y:.3g} accepted at a path probability of {x:.3g}"))
+    plot_points = draw_lines(axes, lines)
+    lowest = min(1.0, *(value for point in plot_points for value in (point.x, point.y)), 1.0)
+    axes.plot([lowest, 1], [lowest, 1], color=INK_COLOUR, linewidth=0.8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
     axes.set(xlabel="path probability of a node", ylabel="share accepted")

@@ -36,6 +36,7 @@ NOTHING_SERVED = "No speedup is known of what a serving engine runs; list other 
 NOTHING_ACCEPTED = "no draft token was accepted; is it this target's draft, vocabulary and chat template?"
 UNDERTRAINED = 0.35  # share of right first drafts; e003 of the embedded target, a third of its training, has more
 NOISY = "Timings are too noisy to say"
+SHORT_ADVICE = {"plain": "do not speculate", "noisy": "too noisy to say", "unknown": "not sure"}  # by kind
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,6 @@ class SpeedupEvidence:
     def is_faster(self) -> bool:
         """Return whether the interval lies above 1; False without one."""
         return self.low is not None and self.low > 1
-
-    @property
-    def is_clear(self) -> bool:
-        """Return whether the interval tells if speculation pays."""
-        return can_tell(self.low, self.high)
 
     def __str__(self) -> str:
         ends = "no interval" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
@@ -201,6 +197,11 @@ def build_verdict(
         f"{row.tree or 'plain decoding'} on {row.engine}" for row in rows if not row.is_measured
     )
     refused = [f"Left out: {list_first(list(unsupported), MAX_NAMES)}; the tables say why"] if unsupported else []
+    idle = [
+        f"tau of {name} is exactly 1.00 in every replayed tree: {NOTHING_ACCEPTED}"
+        for name, trees in replays.items()
+        if all(tree.tau == 1 for tree in trees)
+    ]
     return Verdict(
         kind=lines[0].kind if lines else "unknown",
         headline=texts[0] if texts else NOTHING_SERVED if left_out else NOTHING_SURE if remarks else NOTHING_TIMED,
@@ -210,7 +211,7 @@ def build_verdict(
             *_describe_torch_only(left_out, judged, guesses, replayable, families),
             *refused,
         ),
-        warnings=(*sample_warnings, *_warn_of_measured(rows), *_warn_of_replays(replays)),
+        warnings=(*sample_warnings, *_warn_of_measured(rows), *idle),
         remarks=tuple(remarks),
         doubted=doubted,
         checkpoint=lines[0].chosen.checkpoint if lines else None,
@@ -285,7 +286,12 @@ def _build_set_table(measured: Measurements, lines: list[VerdictLine]) -> SetTab
     columns = [{(tree.checkpoint, tree.tree): tree for tree in measured[conditions]} for conditions in by_conditions]
     return SetTable(
         sets=[_name_set(conditions, counts) for conditions in by_conditions],
-        advice=[_shorten_advice(line) for line in by_conditions.values()],
+        advice=[
+            f"{format_tree(line.chosen.tree)}, {line.chosen.checkpoint}"
+            if line.kind == "launch"
+            else SHORT_ADVICE[line.kind]
+            for line in by_conditions.values()
+        ],
         rows=[(tree, name, [column.get((name, tree)) for column in columns]) for name, tree in trees],
         chosen=[line.chosen for line in by_conditions.values()],
     )
@@ -296,12 +302,6 @@ def _name_set(conditions: SpeedupConditions, counts: Counter[tuple[str, str | No
     has_loads = counts[conditions.engine, conditions.workload] > 1
     load = f", {conditions.max_new_tokens} x {_format_limit(conditions, False)}" if has_loads else ""
     return f"{engine}{conditions.workload}{load}"
-
-
-def _shorten_advice(line: VerdictLine) -> str:
-    if line.kind == "launch":
-        return f"{format_tree(line.chosen.tree)}, {line.chosen.checkpoint}"
-    return {"plain": "do not speculate", "noisy": "too noisy to say"}.get(line.kind, "not sure")
 
 
 def _find_predicted_conditions(conditions: SpeedupConditions, replayable: Collection[str]) -> SpeedupConditions:
@@ -329,9 +329,14 @@ def judge_load(
     if all(tree.low is None for tree in known) or (best.speedup <= 1 and best.low is None):
         advice = next_step or "ask more prompts, or take three repeats"
         return VerdictLine(conditions, "unknown", "No speedup is sure", text, advice, best)
-    if (best.speedup <= 1 and best.is_clear) or all(tree.high is not None and tree.high < 1 for tree in known):
+    if (best.speedup <= 1 and can_tell(best.low, best.high)) or all(
+        tree.high is not None and tree.high < 1 for tree in known
+    ):
         return VerdictLine(conditions, "plain", "Do not speculate", text, next_step, best)
-    return VerdictLine(conditions, "noisy", NOISY, text, _advise_rerun(conditions, best), best)
+    again = f"dvc repro -fs {best.stage} on an idle machine, or set benchmark.workloads.{conditions.workload}.until"
+    return VerdictLine(
+        conditions, "noisy", NOISY, text, again if conditions.workload else "raise time_trees.repeats", best
+    )
 
 
 def _describe_guess(
@@ -350,12 +355,6 @@ def _describe_guess(
     section = "benchmark" if conditions.engine == TORCH_ENGINE else "benchmark_served"
     advice = f"measure it before you rely on it ({section}.checkpoints, workloads and trees)"
     return f"not measured here: {advice}" if guess is chosen else f"{guess.name} is predicted {guess}: {advice}"
-
-
-def _advise_rerun(conditions: SpeedupConditions, best: SpeedupEvidence) -> str:
-    if conditions.workload is None:
-        return "raise time_trees.repeats"
-    return f"dvc repro -fs {best.stage} on an idle machine, or set benchmark.workloads.{conditions.workload}.until"
 
 
 def _judge_groups(
@@ -461,9 +460,11 @@ def _warn_of_measured(rows: list[ResultRow]) -> list[str]:
 
 
 def _describe_undertrained(replays: Mapping[str, list[ReplayedTree]]) -> str | None:
-    """Return that the best checkpoint's first drafts are too seldom right to judge speculation by; None where they are not."""
-    shares = {name: _read_first_share(trees) for name, trees in replays.items()}
-    known = {name: share for name, share in shares.items() if share is not None}
+    """Return that the best checkpoint's first drafts, of chains at temperature 0, are too seldom right; None if they are not."""
+    known: dict[str, float] = {}
+    for name, trees in replays.items():
+        if chain := next((t.acceptance for t in trees if t.topk == 1 and t.temperature == 0 and t.acceptance), None):
+            known[name] = float(chain.split()[0])
     best = max(known, key=lambda name: known[name], default=None)
     if best is None or known[best] >= UNDERTRAINED:
         return None
@@ -471,18 +472,3 @@ def _describe_undertrained(replays: Mapping[str, list[ReplayedTree]]) -> str | N
         f"{best} is undertrained: {known[best]:.0%} of its first drafts are right, where drafts of use have 60 to 80%. Train "
         "longer, or on more rows, before you judge speculation by it"
     )
-
-
-def _read_first_share(trees: list[ReplayedTree]) -> float | None:
-    """Return the share of cycles whose first draft is right, of a chain at temperature 0; None where none was replayed."""
-    chains = [tree for tree in trees if tree.topk == 1 and tree.temperature == 0 and tree.acceptance]
-    return float(str(chains[0].acceptance).split()[0]) if chains else None
-
-
-def _warn_of_replays(replays: Mapping[str, list[ReplayedTree]]) -> list[str]:
-    """Return a warning for each checkpoint that no tree gains anything with."""
-    return [
-        f"tau of {name} is exactly 1.00 in every replayed tree: {NOTHING_ACCEPTED}"
-        for name, trees in replays.items()
-        if all(tree.tau == 1 for tree in trees)
-    ]

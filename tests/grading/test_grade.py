@@ -126,7 +126,7 @@ def test_it_sees_no_environment_and_an_empty_folder(monkeypatch: pytest.MonkeyPa
 def test_grading_programs_is_refused_before_anything_is_decoded_unless_it_is_allowed() -> None:
     tasks = [make_humaneval_reference(PROBLEMS[0])]
     with pytest.raises(
-        ValueError, match=r"benchmark\.workloads\.he\.grade is true, .* expected benchmark\.run_generated_code"
+        ValueError, match=r"benchmark\.workloads\.he\.grade is true, expected benchmark\.run_generated_code"
     ):
         grade.check_programs(tasks, "he", False)
     grade.check_programs(tasks, "he", True)

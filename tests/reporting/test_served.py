@@ -55,7 +55,7 @@ def test_a_sweeps_break_evens_come_from_its_points() -> None:
 def test_the_best_tree_at_each_load_stands_first() -> None:
     rows = with_speedups({(64, 1): 2.0, (64, 64): 0.8}) + with_speedups({(64, 1): 1.8, (64, 64): 1.1}, tree="t8_2_16")
     best, *each = served_sweeps.build_sweeps(rows)
-    assert [c.row["tree"] for c in best.heat[0].cells] == ["t5_1_6", "t8_2_16"]
+    assert [c.row["tree"] for c in best.heat[0][1]] == ["t5_1_6", "t8_2_16"]
     assert best.by_length == [
         "answers of 64 tokens: faster at every concurrency measured, 1 to 64: at least 1.1× at 64"
     ]

@@ -73,7 +73,6 @@ def test_the_table_adds_rows_and_siblings_up() -> None:
         bucket("t1_1_2", "context", "0-8", cycles=0, nodes=0, expected_accepted=0.0),
     ]  # fmt: skip
     (line,) = trees.build_statistics_table(inside)
-    assert (line.tree, line.cycles, line.tau, line.nodes) == ("t2_3_6", 4, 2.5, 5)
-    assert (line.expected_accepted, line.accepted, line.kept_share) == (2, 1.5, 0.75)
+    assert (line.tree, line.cycles, line.nodes, line.expected_accepted, line.accepted) == ("t2_3_6", 4, 5, 2, 1.5)
     assert [nodes for nodes, _ in line.siblings] == [0.4, 0.3, 0.3]
     assert [accepted for _, accepted in line.siblings] == [pytest.approx(n / 6) for n in (4, 1, 1)]
