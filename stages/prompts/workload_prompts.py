@@ -67,7 +67,6 @@ def check_references(workload: str, rows: pl.DataFrame) -> None:
     """Raise ValueError where a prompt of a graded workload has no reference, before anything is decoded."""
     if num_without_reference := rows["reference"].null_count():
         raise ValueError(
-            f"benchmark.workloads.{workload}.grade is true, but {num_without_reference} of its {len(rows)} prompts have no "
-            "reference to grade by, expected one for each: a set in MT-bench's format may lack them, and HumanEval in it always "
-            "lacks tests. Take the set as its authors publish it, or set grade to false"
+            f"benchmark.workloads.{workload}.grade is true, expected a reference to grade each prompt by, found none for "
+            f"{num_without_reference} of {len(rows)}; take the set as its authors publish it, or set grade to false"
         )

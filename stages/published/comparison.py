@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ACCEPTANCE_METRICS = ("tau", "accept_rate", "node_accept_rate")  # depend on what is decoded alone, not on the machine
 ONE_PROMPT = "one prompt"
+ASSUME = "assume one in assumed of the recipe"
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def list_obstacles(row: PublishedRow, cell: Cell, same_definition: bool) -> Iter
     elif not same_definition and row.definition != row.metric:
         yield f"defined as {row.definition}; name the measure that is, in measures of the recipe"
     if setting.temperature == UNKNOWN:
-        yield "its temperature isn't stated; assume one in assumed of the recipe"
+        yield f"its temperature isn't stated; {ASSUME}"
     elif setting.temperature not in (None, cell.temperature):
         yield f"temperature {setting.temperature} against {cell.temperature}; add a workload of that temperature"
     if setting.drafting == "sampled" and cell.temperature and cell.in_turns:
@@ -122,22 +123,13 @@ def list_obstacles(row: PublishedRow, cell: Cell, same_definition: bool) -> Iter
         return
     if setting.engine and cell.engine not in setting.engine.lower():  # "torch" is in AngelSlim's PyTorch
         yield f"engine {setting.engine} against {cell.engine}; run the cell on that engine"
-    version = cell.versions.get(cell.engine, "one that isn't known")
-    if setting.engine_version not in (None, version):
-        yield f"engine version {setting.engine_version} against {version}; {_suggest_version(setting.engine_version)}"
-    machine = cell.hardware.get("gpu") or cell.hardware.get("cpu")
-    if setting.hardware and not _find_gpu_names(setting.hardware) <= _find_gpu_names(str(machine)):
-        yield f"hardware {setting.hardware} against {machine}; {_suggest_hardware(setting.hardware)}"
-
-
-def _suggest_version(version: str) -> str:
-    if version == UNKNOWN:
-        return "assume one in assumed of the recipe"
-    return f"install {version} in serving-env and run the cell again (serving-env/README.md)"
-
-
-def _suggest_hardware(hardware: str) -> str:
-    return "assume it in assumed of the recipe" if hardware == UNKNOWN else f"run the cell on {hardware}"
+    version, wanted = cell.versions.get(cell.engine, "one that isn't known"), setting.engine_version
+    if wanted not in (None, version):
+        remedy = f"install {wanted} in serving-env and run the cell again (serving-env/README.md)"
+        yield f"engine version {wanted} against {version}; {ASSUME if wanted == UNKNOWN else remedy}"
+    machine, wanted = cell.hardware.get("gpu") or cell.hardware.get("cpu"), setting.hardware
+    if wanted and not _find_gpu_names(wanted) <= _find_gpu_names(str(machine)):
+        yield f"hardware {wanted} against {machine}; {ASSUME if wanted == UNKNOWN else f'run the cell on {wanted}'}"
 
 
 def _find_gpu_names(hardware: str) -> set[str]:
@@ -239,11 +231,11 @@ def _measure_memory(key: str) -> Measure:
 
 def _measure_question_tau(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
     """Return the mean over questions of 1 + accepted / cycles, AngelSlim's definition."""
-    questions = [
-        (sum(row.accepted or 0 for row in rows), sum(row.cycles or 0 for row in rows))
+    taus = [
+        1 + sum(row.accepted or 0 for row in rows) / cycles
         for rows in _group_by_question(cell, cell.points)
+        if (cycles := sum(row.cycles or 0 for row in rows))
     ]
-    taus = [1 + accepted / cycles for accepted, cycles in questions if cycles]
     return _average_values(taus, "question") if taus else None
 
 

@@ -60,7 +60,11 @@ def match_published_numbers(
             setting = row.setting.model_dump().items()
             match = next((match for match in matches if match.rows.items() <= setting), None)
             if match is None:
-                left_out[_explain_unmatched(row)] += 1
+                reason = (
+                    f"{row.metric} ({row.setting.method or 'no method'}, {row.where}): the recipe has no cell for it"
+                )
+                is_mean = row.setting.dataset == MEAN_DATASET
+                left_out[f"{row.metric}: a mean over data sets, whose parts are compared" if is_mean else reason] += 1
             elif (measure := _choose_measure(match, row)) not in comparison.MEASURES:
                 left_out[f"{row.metric}: no cell of ours measures it"] += 1
             elif match.cells.checkpoint and row.setting.tree == UNKNOWN and "tree" not in match.assumed:
@@ -82,13 +86,6 @@ def _choose_measure(match: PublishedMatch, row: PublishedRow) -> str:
             f"definition, and one of {', '.join(comparison.MEANINGS)}; correct it, or name its measure in measures"
         )
     return measure
-
-
-def _explain_unmatched(row: PublishedRow) -> str:
-    if row.setting.dataset == MEAN_DATASET:
-        return f"{row.metric}: a mean over data sets, whose parts are compared"
-    method = row.setting.method or "no method"
-    return f"{row.metric} ({method}, {row.where}): the recipe has no cell for it"
 
 
 def _build_comparison(

@@ -97,12 +97,6 @@ class RowCounts:
     evaluated: int  # of all eval sets, at most
     length: int  # tokens of a row
 
-    @classmethod
-    def of_params(cls, p: schema.Params, train_rows: int | None, row_tokens: int) -> "RowCounts":
-        sets = 2 if p.sample_target.eval_temperature else 1
-        length = min(row_tokens, p.extract_hiddens.max_length)
-        return cls(p.sample_target.train_rows or train_rows or 0, sets * _get_eval_rows(p), length)
-
     def count_stored_tokens(self, p: schema.Params) -> int:
         return ((0 if p.extract_hiddens.online else self.train) + self.evaluated) * self.length
 
@@ -118,7 +112,10 @@ def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu:
     """Return the estimate; `train_rows` count where params.yaml takes all. Raises ValueError for a target of unknown shape."""
     target = read_target_size(p)
     draft = init_draft.infer_config(p, target.manifest)
-    rows, result = RowCounts.of_params(p, train_rows, row_tokens), RunEstimate()
+    sets = 2 if p.sample_target.eval_temperature else 1
+    length = min(row_tokens, p.extract_hiddens.max_length)
+    rows = RowCounts(p.sample_target.train_rows or train_rows or 0, sets * _get_eval_rows(p), length)
+    result = RunEstimate()
     _add_sizes(result, p, target, draft)
     if not rows.train and p.train_draft.checkpoints:
         advice = (
@@ -130,7 +127,13 @@ def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu:
         result.add_line("GPU", "none", "target.device is cpu; times are those of stages that ran here with this target")
         _add_logged_times(result, p, rows)
     else:
-        _Hours(result, p, rows, target, draft, GPUS[gpu]).add_all()
+        hours = _Hours(result, p, rows, target, draft, GPUS[gpu])
+        if p.sample_target.backend != "keep":
+            hours.add_sampling()
+        hours.add_extraction()
+        hours.add_training()
+        hours.add_torch_cells()
+        hours.add_served_cells()
         scaled = f", scaled to an {gpu.upper()} by datasheet" if gpu != "h200" else ""
         result.add_line("together", f"{result.gpu_hours:.2g} GPU-hours", f"arithmetic from rates of an H200{scaled}")
     result.add_line("together", format_bytes(result.disk_bytes), "in this folder")
@@ -180,10 +183,8 @@ def _add_sizes(result: RunEstimate, p: schema.Params, target: TargetSize, draft:
     for name in p.train_draft.list_fresh_drafts():
         total = count_segment_parameters(p, name, manifest, draft)
         # Weights, gradient and both moments are float32; below it there are weights and a gradient in the dtype too.
-        held = (
-            total * (16 if itemsize == 4 else 16 + 2 * itemsize)
-            + 2 * manifest.vocab_size * manifest.hidden_size * itemsize
-        )
+        held = total * (16 if itemsize == 4 else 16 + 2 * itemsize)
+        held += 2 * manifest.vocab_size * manifest.hidden_size * itemsize
         memory = f"training holds {format_bytes(held)} with the target's embedding and head, and activations"
         result.add_line(f"draft of {name}", f"{format_count(total)} parameters", memory)
 
@@ -266,21 +267,12 @@ def compute_target_flop(target: TargetSize, length: int) -> float:
 def compute_train_flop(manifest: TargetManifest, draft: DraftConfig, steps: int) -> float:
     """Return the FLOP of training EAGLE-3 on one token.
 
-    Counted are forward and backward of layer and head in each of `steps`, fc without its input's gradient, and the
-    target's head. Attention, 2% at 2,048 tokens, is left out: 16.1 GFLOP for Qwen3-8B, measured with attention as
-    16.46.
+    Counted are forward and backward of layer and head in each of `steps`, fc without its input's gradient, and the target's
+    head. Attention is left out: 16.1 GFLOP for Qwen3-8B, measured with attention as 16.46.
     """
     parts = count_draft_parameters(draft)
     head = 2 * manifest.vocab_size * manifest.hidden_size
     return steps * (6 * parts["layer"] + 4 * parts["head"]) + 4 * parts["fc"] + head
-
-
-def compute_block_train_flop(p: schema.Params, segment: BlockSegment, config: BlockDraftConfig, length: int) -> float:
-    """Return the FLOP of training a block draft on one token: full packs, all positions supervised, whole blocks."""
-    blocks = min(segment.anchors / (p.train_draft.batch_tokens or MOST_BATCH_TOKENS), 1)
-    seen = length / 2 + segment.block_size  # keys of a row, on average
-    work = BlockWork(1, blocks, blocks * segment.num_drafts, blocks * segment.block_size * seen)
-    return BlockFlop.of_config(config, reads_target=bool(OBJECTIVES[segment.method].l1)).count(work)
 
 
 def estimate_step(
@@ -307,33 +299,22 @@ class _Hours:
     draft: DraftConfig
     bandwidth: float
 
-    def add_all(self) -> None:
-        if self.p.sample_target.backend != "keep":
-            self._add_sampling()
-        self._add_extraction()
-        self._add_training()
-        self._add_torch_cells()
-        self._add_served_cells()
-
-    def _add_sampling(self) -> None:
+    def add_sampling(self) -> None:
         p, count = self.p, self.rows.train + self.rows.evaluated
         tokens = min(self.rows.length, p.sample_target.max_new_tokens)
-        gpus = 1 if p.sample_target.backend == "transformers" else count_sampling_gpus(p)
-        if p.sample_target.backend == "transformers":
-            at_once = p.sample_target.batch_size or 512
-        else:
+        gpus, at_once = 1, p.sample_target.batch_size or 512
+        if p.sample_target.backend != "transformers":
+            gpus = count_sampling_gpus(p)
             at_once = max(1, p.sample_target.server.concurrency // gpus)  # of one GPU
         step = estimate_step("server", p, self.target, self.bandwidth, at_once, tokens)
         batches = -(-count // (at_once * gpus))
         derivation = f"{batches:,} times {at_once} at once * {tokens:,} tokens * {1e3 * step:.1f} ms"
         self.result.add_hours("sample_target", batches * tokens * step * gpus, derivation, gpus)
 
-    def _add_extraction(self) -> None:
+    def add_extraction(self) -> None:
         gpus, tokens = self.p.extract_hiddens.processes, self.rows.count_stored_tokens(self.p)
-        share, flop = (
-            EXTRACTING_SHARES[self.p.extract_hiddens.compile],
-            compute_target_flop(self.target, self.rows.length),
-        )
+        share = EXTRACTING_SHARES[self.p.extract_hiddens.compile]
+        flop = compute_target_flop(self.target, self.rows.length)
         seconds = self._divide(tokens * flop / (share * PEAK_FLOPS), gpus)
         derivation = f"{tokens:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s"
         written = tokens * _count_token_bytes(self.p, self.target.manifest)
@@ -342,14 +323,18 @@ class _Hours:
             derivation = f"{written / 1e9:,.0f} GB at {DISK_BYTES_S / 1e9} GB/s of the disk, the GPUs wait"
         self.result.add_hours("extract_hiddens", seconds, derivation, gpus)
 
-    def _add_training(self) -> None:
+    def add_training(self) -> None:
         """Add the hours of each segment; families without a rate of their own count as EAGLE-3's."""
         p, manifest, tokens = self.p, self.target.manifest, self.rows.train * self.rows.length
         online = compute_target_flop(self.target, self.rows.length) if p.extract_hiddens.online else 0.0
         for name, segment in p.train_draft.checkpoints.items() if tokens else ():
             config = build_block_config(p, name, manifest, self.draft)
             if config and isinstance(segment, BlockSegment):
-                flop = compute_block_train_flop(p, segment, config, self.rows.length)
+                # On one token: full packs, all positions supervised, whole blocks.
+                blocks = min(segment.anchors / (p.train_draft.batch_tokens or MOST_BATCH_TOKENS), 1)
+                seen = self.rows.length / 2 + segment.block_size  # keys of a row, on average
+                work = BlockWork(1, blocks, blocks * segment.num_drafts, blocks * segment.block_size * seen)
+                flop = BlockFlop.of_config(config, reads_target=bool(OBJECTIVES[segment.method].l1)).count(work)
             else:
                 flop = compute_train_flop(manifest, self.draft, p.train_draft.ttt_steps)
             share = TRAINING_SHARES.get(segment.method, TRAINING_SHARES["eagle3"])
@@ -360,19 +345,15 @@ class _Hours:
                 f"{segment.epochs} epochs * {tokens:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}{of_target}"
             )
             if not online:
-                read = (
-                    segment.epochs
-                    * tokens
-                    * _count_token_bytes(p, manifest)
-                    / max(seconds / p.train_draft.processes, 1)
-                )
+                read = segment.epochs * tokens * _count_token_bytes(p, manifest)
+                read /= max(seconds / p.train_draft.processes, 1)
                 derivation += f"; the disk must give {read / 1e9:.1f} GB/s, unless memory holds the hidden states"
             self.result.add_hours(f"train_draft, {name}", seconds, derivation, p.train_draft.processes)
 
     def _divide(self, gpu_seconds: float, gpus: int) -> float:
         return gpu_seconds / (GPUS_SHARE if gpus > 1 else 1.0)
 
-    def _add_torch_cells(self) -> None:
+    def add_torch_cells(self) -> None:
         b = self.p.benchmark
         cells, ways = len(b.checkpoints) * len(b.trees), 2 if b.mode == "both" else 1
         for name in b.torch_workloads:
@@ -383,7 +364,7 @@ class _Hours:
             # Prompts are divided over the copies of the target; the sum of GPU-seconds stays.
             self.result.add_hours(f"benchmark, {name}", gpu_seconds, derivation, b.num_gpus_total)
 
-    def _add_served_cells(self) -> None:
+    def add_served_cells(self) -> None:
         served, timed = self.p.benchmark_served, self.p.serving_costs
         cells = len(served.checkpoints) * len(served.trees) * (2 if served.interleave else 1)
         stages = [("benchmark_served", name, cells) for name in served.workloads]

@@ -38,32 +38,26 @@ class TargetSize:
         return 2 * m.num_layers * m.num_key_value_heads * m.head_dim * get_itemsize(dtype)
 
 
-@dataclass(frozen=True)
-class _FoundConfig:
-    config: dict[str, Any]
-    source: str
-
-
 def read_target_size(p: schema.Params) -> TargetSize:
     """Return the target's size. Raises ValueError where no config of the target is here."""
-    found = _find_config(p.target.model, p.target.revision)
-    config: PretrainedConfig = CONFIG_MAPPING[found.config["model_type"]].from_dict(found.config)
+    found, source = _find_config(p.target.model, p.target.revision)
+    config: PretrainedConfig = CONFIG_MAPPING[found["model_type"]].from_dict(found)
     if p.target.model.endswith(target_files.GGUF_SUFFIX):
         supported_targets.check_target_config(p, config)
     manifest = prepare_target.describe_target(
         p.target.model, p.target.revision, config, TARGETS_FOLDER, p.target.feature_layers
     )
-    return TargetSize(manifest, found.source, *_count_parameters(config))
+    return TargetSize(manifest, source, *_count_parameters(config))
 
 
-def _find_config(model: str, revision: str | None) -> _FoundConfig:
-    """Return the config of recipes/targets/, of the target's own folder, or of the Hugging Face cache."""
+def _find_config(model: str, revision: str | None) -> tuple[dict[str, Any], str]:
+    """Return the config of recipes/targets/, of the target's own folder, or of the Hugging Face cache, and its origin."""
     path = TARGETS_FOLDER / f"{model.rstrip('/').rsplit('/', 1)[-1]}.json"
     if path.is_file():
         recorded = json.loads(path.read_text(encoding="utf-8"))
-        return _FoundConfig(recorded["config"], recorded["recorded_from"])
+        return recorded["config"], recorded["recorded_from"]
     if model.endswith(target_files.GGUF_SUFFIX) and Path(model).is_file():
-        return _FoundConfig(gguf_target.read_gguf_config(Path(model)).to_dict(), "its own metadata")
+        return gguf_target.read_gguf_config(Path(model)).to_dict(), "its own metadata"
     own = Path(model) / "config.json"
     if not own.is_file() and not Path(model).is_absolute() and model.count("/") <= 1:
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
@@ -71,11 +65,10 @@ def _find_config(model: str, revision: str | None) -> _FoundConfig:
     if own.is_file():
         config = json.loads(own.read_text(encoding="utf-8"))
         if config.get("model_type") in CONFIG_MAPPING:
-            return _FoundConfig(config, "its own config.json")
+            return config, "its own config.json"
     known = ", ".join(sorted(file.stem for file in TARGETS_FOLDER.glob("*.json")))
     raise ValueError(
-        f"{path} not found, expected a recorded config.json of {model}; there are {known}. Nor is it in the Hugging Face "
-        f"cache: hf download {model} config.json"
+        f"{path} not found, expected a recorded config.json of {model}, as {known}; run: hf download {model} config.json"
     )
 
 

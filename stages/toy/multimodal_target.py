@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, P patches of all images together, D values of a patch,
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,16 +104,15 @@ def encode_conversations(
     for messages, maps in conversations:
         inputs = processor(images=maps, return_tensors="pt")
         sizes = iter((inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist())
-        expanded = [_expand_image(m, sizes) if weather_maps.IMAGE_PLACEHOLDER in m["content"] else m for m in messages]
+        expanded = [dict(message) for message in messages]
+        for message in expanded:
+            before, image, after = message["content"].partition(weather_maps.IMAGE_PLACEHOLDER)
+            if image:
+                message["content"] = before + VISION_START + IMAGE_PAD * next(sizes) + VISION_END + after
         ids = tokenizer(tokenizer.apply_chat_template(expanded, tokenize=False))["input_ids"]
         labels = text_targets.label_assistant_tokens(tokenizer, ids)
         rows.append(MultimodalTrainingRow(torch.tensor(ids), labels, inputs["pixel_values"], inputs["image_grid_thw"]))
     return rows
-
-
-def _expand_image(message: dict[str, str], sizes: Iterator[int]) -> dict[str, str]:
-    tokens = VISION_START + IMAGE_PAD * next(sizes) + VISION_END
-    return {**message, "content": message["content"].replace(weather_maps.IMAGE_PLACEHOLDER, tokens)}
 
 
 def make_image_inputs(

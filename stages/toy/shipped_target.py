@@ -19,7 +19,6 @@ from stages.params.checks import TARGETS_FOLDER
 from stages.target import manifest
 from stages.toy import text_targets, weather
 
-FOLDER = TARGETS_FOLDER
 NAME = "weather-tiny"
 RECORD_NAME = "training.json"
 LAST_STEPS = 20  # of the recorded loss
@@ -48,33 +47,29 @@ class TrainingRecord:
 
 
 def read_record() -> TrainingRecord:
-    found = json.loads((FOLDER / NAME / RECORD_NAME).read_text(encoding="utf-8"))
+    found = json.loads((TARGETS_FOLDER / NAME / RECORD_NAME).read_text(encoding="utf-8"))
     return TrainingRecord(**found | {"settings": TrainingSettings(**found["settings"])})
 
 
 def copy_files(name: str, settings: TrainingSettings, folder: Path) -> None:
-    """Copy the shipped target of this name into `folder`.
-
-    Raises:
-        ValueError: it is not shipped, was trained with other settings, or its weights were changed.
-    """
+    """Copy the shipped target of this name into `folder`. Raises ValueError for another target, settings or weights."""
     if name != NAME:
         raise ValueError(
-            f"params.yaml: prepare_target.weights is shipped, and the weights of builtin/{name} are not part of this "
-            f"repository, only those of builtin/{NAME}; set prepare_target.weights: train"
+            f"params.yaml: prepare_target.weights is shipped, expected target builtin/{NAME}, found builtin/{name}, which is not "
+            "shipped; set prepare_target.weights: train"
         )
     record = read_record()
     for key, shipped in asdict(record.settings).items():
         if (wanted := getattr(settings, key)) != shipped:
             raise ValueError(
-                f"params.yaml: prepare_target.{key} is {wanted}, and the shipped weights were trained with {shipped}; set "
-                "prepare_target.weights: train"
+                f"params.yaml: prepare_target.{key} is {wanted}, expected that of the shipped weights, {shipped}; correct it, or "
+                "set prepare_target.weights: train"
             )
-    source = FOLDER / name
+    source = TARGETS_FOLDER / name
     if manifest.digest_files(source, manifest.WEIGHTS) != record.weights_digest:
         raise ValueError(
-            f"{source} does not hold the weights that its {RECORD_NAME} describes; restore it with git checkout {source}, "
-            "or set prepare_target.weights: train"
+            f"{source} does not hold the weights of its {RECORD_NAME}; restore it (git checkout {source}), or set "
+            "prepare_target.weights: train"
         )
     for file in source.iterdir():
         if file.name != RECORD_NAME:
@@ -107,4 +102,4 @@ def train_anew(settings: TrainingSettings, folder: Path) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    print(train_anew(read_record().settings, FOLDER / NAME))
+    print(train_anew(read_record().settings, TARGETS_FOLDER / NAME))

@@ -5,13 +5,6 @@ import pytest
 from stages.cells import prediction
 
 
-def test_there_may_be_several_or_none() -> None:
-    assert prediction.find_crossings([(1, 1.2), (2, 1.1)]) == []
-    assert prediction.find_crossings([(1, 0.9), (2, 0.8)]) == []
-    assert prediction.find_crossings([(1, 0.5), (4, 1.5), (16, 0.5)]) == [pytest.approx(2), pytest.approx(8)]
-    assert prediction.find_crossings([(7, 1.0)]) == []
-
-
 @pytest.mark.parametrize(
     ("points", "text"),
     [
@@ -22,5 +15,5 @@ def test_there_may_be_several_or_none() -> None:
         ([(8, 1.25)], "faster at every concurrency measured, 8: at least 1.25× at 8"),
     ],
 )
-def test_words(points: list[prediction.SpeedupPoint], text: str) -> None:
+def test_words(points: list[tuple[float, float]], text: str) -> None:
     assert prediction.describe_crossings(points, "concurrency") == text

@@ -37,9 +37,3 @@ def test_what_is_cut_or_anothers_is_refused(grid_file: Path, spoil: dict[str, An
     )
     with pytest.raises(ValueError, match=f"{message}.*run: dvc repro -f -s time_trees@e000"):
         timing_grid.read_timing_grid("e000", MODEL)
-
-
-def test_what_is_no_cost_is_refused(grid_file: Path) -> None:
-    grid_file.write_text("[1]")
-    with pytest.raises(ValueError, match=r"expected a JSON dict.*run: dvc repro -f -s time_trees@e000"):
-        timing_grid.read_timing_grid("e000", MODEL)

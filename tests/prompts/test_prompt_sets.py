@@ -89,29 +89,24 @@ def test_other_files(name: str) -> None:
 GSM8K = ROWS["gsm8k"][0]
 BROKEN = [
     ("gsm8k", {"question": "How many?"}, "expected answer, a text, found the keys question"),
-    ("gsm8k", {"question": "How many?", "answer": 42}, "expected answer, a text, found '42'"),
     ("gsm8k", {"question": " ", "answer": "#### 42"}, "expected question, a text, found an empty line"),
     (
         "gsm8k",
         {"question": "How many?", "answer": "42"},
         "expected an answer that ends in #### and a number, found ...'42'",
     ),
-    ("gsm8k", {"question": "How many?", "answer": "#### many"}, "expected an answer that ends in #### and a number"),
     ("mt_bench", GSM8K, "expected turns, a list of the user's messages, found the keys question, answer"),
     (
         "mt_bench",
         {"question_id": 1, "turns": []},
         "expected turns to be a list of texts, as [\"first message\"], found '[]'",
     ),
-    ("mt_bench", {"question_id": 1, "turns": ["a", ""]}, "expected turns to be a list of texts"),
     (
         "humaneval",
         {"prompt": "def f():", "test": "x", "entry_point": "f("},
         "expected entry_point to be a function's name",
     ),
-    ("humaneval", {"prompt": "def f():", "entry_point": "f"}, "expected test, a text, found the keys"),
     ("alpaca", {"instruction": "Do.", "input": ["a"]}, "expected input to be a text"),
-    ("math500", {"problem": "What?", "solution": "5"}, "expected answer, a text, found the keys problem, solution"),
 ]
 
 

@@ -96,17 +96,6 @@ def test_an_untimed_import_has_no_prediction_and_a_reason(project: schema.Params
     )
 
 
-def test_a_missing_cost_and_one_of_another_target_are_explained(project: schema.Params) -> None:
-    timing_grid.write_timing_grid(costs.made_up(model="Qwen/Qwen3-8B"))
-    with pytest.raises(
-        ValueError, match=r"has timed drafts of the target Qwen/Qwen3-8B, expected builtin/weather-tiny"
-    ):
-        report.main()
-    timing_grid.locate_timing_grid("torch", "e000").unlink()
-    with pytest.raises(ValueError, match=r"torch-e000\.json not found; run: dvc repro time_trees@e000"):
-        report.main()
-
-
 DEAR_TOKENS = costs.TRUTH | {"token": 0.09e-3}  # at 32 at once no tree pays
 
 
@@ -275,16 +264,3 @@ def test_a_grid_that_was_timed_beside_other_work_advises_nothing(
     command = "again: dvc repro -fs time_trees@e000"
     assert (f"! the timing grid of e000 (torch) predicts nothing: {reason}; {command}" in printed) == bool(reason)
     assert (command in words(report.PAGE_FILE.read_text())) == bool(reason)
-
-
-def test_cells_of_another_machine_are_not_held_against_predictions(project: schema.Params) -> None:
-    for tree in project.benchmark.trees:
-        decode("e009", tree, slow=3)
-    timing_grid.write_timing_grid(costs.made_up(hardware=costs.HARDWARE | {"cpu": "Another CPU"}))
-    report.main()
-    text = words(report.PAGE_FILE.read_text())
-    assert "Predicted against measured" not in text
-    assert (
-        "measured on another machine than the timing grid, cpu (Another CPU against Made-up CPU, 2 cores); run one"
-        in text
-    )

@@ -1,13 +1,12 @@
 """Families side by side: a page of made-up replays of EAGLE-3 and of a block draft, and what is offered for launch."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from stages import report
-from stages.cells import prediction, replay_records
+from stages.cells import replay_records
 from stages.cells.prediction import PredictedSpeedup
 from stages.params import schema
 from stages.params.families import DFLASH, DraftKind
@@ -43,24 +42,6 @@ def test_the_tree_of_each_kind_is_the_fastest_one_where_speedups_are_predicted()
     assert chosen["a", "chain"] == "t3_1_4" and chosen["b", "chain"] == "t10_1_11"
     assert {chosen[key] for key in chosen if key[0] == "a" and key[1] != "chain"} == {"t5_4_16"}
     assert {chosen[key] for key in chosen if key[0] == "b" and key[1] != "chain"} == {"t8_4_16"}, "by tau"
-
-
-def read_table(page: str, heading: str = "Families side by side") -> list[list[str]]:
-    part = page[page.index(heading) :]
-    part = part[: part.index("</table>")]
-    return [[words(cell).strip() for cell in re.split("</t[dh]>", row)] for row in part.split("<tr>")[2:]]
-
-
-def test_without_a_timing_grid_of_its_own_a_block_has_no_prediction_and_a_reason(project: schema.Params) -> None:
-    report.main()
-    page = report.PAGE_FILE.read_text()
-    assert (
-        f"{NAME}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no flags; "
-        "add it to time_trees.checkpoints"
-    ) in words(page)
-    rows = [row for row in read_table(page) if row[0].startswith(NAME)]
-    assert rows and all("–" in row for row in rows)
-    assert all(row.checkpoint != NAME for row in prediction.read_launch())
 
 
 def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.Params) -> None:

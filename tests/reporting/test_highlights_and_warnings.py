@@ -7,9 +7,7 @@ import re
 import pytest
 
 from stages import report
-from stages.cells import replay_records
-from stages.cells.cell import CELLS_FOLDER, Cell, locate_cell
-from stages.cells.replay_records import ReplayedTree
+from stages.cells.cell import Cell, locate_cell
 from stages.cells.table import ResultRow
 from stages.params import schema
 from tests.reporting.made_up_results import _lines
@@ -50,28 +48,6 @@ def test_a_cell_measured_beside_a_busy_process_is_marked_and_named_at_the_top(
     verdict = json.loads(report.METRICS_FILE.read_text())["verdict"]
     assert verdict["kind"] == "launch" and printed.startswith(f"{verdict['text']}\n")
     assert f"<h1>{made_up.report.title}</h1>" in page and f'<p class="headline">{verdict["text"]}.</p>' in page
-
-
-def test_a_draft_that_accepts_nothing_has_a_warning_and_no_badge(
-    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path in CELLS_FOLDER.glob("*.json"):
-        found = json.loads(path.read_text())
-        found["points"][0]["in_turns"] = {"speedup": 0.5, "speedup_low": 0.4, "speedup_high": 0.6}
-        found["points"][0]["acceptance"]["tau"] = 1.0
-        path.write_text(json.dumps(found))
-    for name in made_up.replay_trees.checkpoints:
-        trees = [tree.model_copy(update={"tau": 1.0, "tau_low": 1.0}) for tree in replay_records.read_replay(name)]
-        ReplayedTree.write_csv(replay_records.locate_replay(name), trees)
-    report.main()
-    printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
-    assert "! tau is exactly 1.00 in eval-e003-t8_1_9, " in printed
-    assert "! tau of e009 is exactly 1.00 in every replayed tree: no draft token was accepted" in printed
-    assert "! no measured tree is faster than plain decoding, the best at 0.50x" in printed
-    assert printed.startswith("Do not speculate at concurrency 1: ")
-    assert "best by replayed tau" not in page and "the best checkpoint by" not in printed
-    results = page[page.index('id="results"') : page.index('id="latencies"')]
-    assert 'class="top"' not in results
 
 
 def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: schema.Params) -> None:

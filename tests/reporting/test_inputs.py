@@ -1,47 +1,14 @@
 """Missing, foreign and outdated inputs of report are refused with the command to run; unlisted ones are ignored."""
 
-import json
 import re
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from stages import report
-from stages.cells.cell import Cell, locate_cell
+from stages.cells.cell import Cell
 from stages.cells.table import ResultRow
 from stages.params import schema
-from stages.runtime import atomic
 from tests.reporting.made_up_results import _lines, write_cell
 from tests.served_cells import made_up as served_cell
-
-
-def test_a_missing_cell_is_named_with_what_to_run(made_up: schema.Params) -> None:
-    locate_cell("torch", "eval", "e009", "t8_2_16").unlink()
-    with pytest.raises(
-        ValueError, match=r"eval-e009-t8_2_16\.json not found; run: dvc repro benchmark@eval-e009-t8_2_16"
-    ):
-        report.main()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda c: c["points"][0].pop("loads"), "lacks .'points.loads'.; .*; run: dvc repro -f -s benchmark@"),
-        (
-            lambda c: c.update(definitions="docs/metrics.md, version 0"),
-            "version 0, expected docs/metrics.md, version 3",
-        ),
-        (lambda c: c.update(tree="t5_1_6"), "holds the cell eval-e009-t5_1_6"),
-    ],
-)
-def test_a_foreign_cell_is_refused(made_up: schema.Params, spoil: Any, message: str) -> None:
-    path = locate_cell("torch", "eval", "e009", "t8_2_16")
-    found = json.loads(path.read_text())
-    spoil(found)
-    atomic.write_json(path, found)
-    with pytest.raises(ValueError, match=message):
-        report.main()
 
 
 def test_a_tree_that_a_draft_can_not_grow_is_named_with_the_reason(made_up: schema.Params) -> None:

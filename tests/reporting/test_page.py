@@ -31,15 +31,6 @@ def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params
     ) in page
 
 
-def test_what_users_wrote_is_escaped(made_up: schema.Params) -> None:
-    path = Path("results/fix_report.json")
-    fixed = json.loads(path.read_text())
-    fixed["examples"] = {"fence": {"origin": "a.csv, row 0", "before": "<b>hot</b>", "after": "hot"}}
-    atomic.write_json(path, fixed)
-    report.main()
-    assert "&lt;b&gt;hot" in report.PAGE_FILE.read_text()
-
-
 def test_rows_that_do_not_add_up_are_shown(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
     atomic.write_json(Path("results/sample_report.json"), _made_up_report("sample_target") | {"rows_out": 250})
     report.main()

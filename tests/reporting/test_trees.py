@@ -2,10 +2,8 @@
 
 import itertools
 import random
-from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from stages.cells.replay_records import ReplayedTree, TreeBucket
 from stages.reporting import trees
@@ -28,14 +26,6 @@ def bucket(name: str, what: str, where: str, **counts: float | None) -> TreeBuck
     return TreeBucket(checkpoint="e003", tree=name, by=what, bucket=where, **known)
 
 
-def lines(draw: Any, *arguments: Any) -> dict[str, list[tuple[float, float]]]:
-    """Label -> points, of what is drawn with a label."""
-    axes = Figure().subplots()
-    draw(axes, *arguments)
-    drawn = {str(line.get_label()): line.get_xydata().tolist() for line in axes.lines}
-    return {name: list(map(tuple, points)) for name, points in drawn.items() if not name.startswith("_")}
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_the_front_is_what_nothing_as_narrow_equals(seed: int) -> None:
     some = some_trees(seed)
@@ -46,20 +36,6 @@ def test_the_front_is_what_nothing_as_narrow_equals(seed: int) -> None:
     }
     found = trees.find_pareto_front(some)
     assert sorted(kept) == [(t["num_draft_tokens"], t["tau"]) for t in found]
-
-
-def test_of_a_long_front_some_are_named_and_the_last_always() -> None:
-    wide = [tree(8, 2, tokens, tokens / 10) for tokens in range(2, 65)]
-    named = trees.thin_front(wide)
-    assert 4 <= len(named) <= trees.MAX_NAMED_TREES and named[-1]["num_draft_tokens"] == 64
-    assert trees.thin_front(wide[:5]) == wide[:5]
-
-
-def test_steps_are_those_that_most_of_the_trees_asked_for_have() -> None:
-    names = ["t8_1_9", "t5_2_8", "t5_4_16", "t9_2_16", "t9_3_16", "t9_3_8"]
-    assert trees.choose_steps(some_trees(0), names) == 5  # 9 isn't of the grid
-    assert trees.choose_steps(some_trees(0), []) == 8
-    assert trees.choose_steps([tree(4, 1, 5, 2.0), tree(6, 1, 7, 2.1)], ["t3_2_4"]) == 6
 
 
 def test_the_table_adds_rows_and_siblings_up() -> None:

@@ -165,15 +165,6 @@ def test_an_interval_that_holds_1_is_never_the_advice() -> None:
     )
 
 
-def test_a_prediction_that_no_measurement_bears_out() -> None:
-    guess = [predict(1.6, 1.2, 2.1)]
-    assert give(guess, [timed_cell("t5_1_6", 1.2, 0.9, 1.6)]).kind == "noisy"
-    found = give(guess, [timed_cell("t5_1_6", 0.8, 0.7, 0.9)])
-    assert found.kind == "plain" and found.headline.endswith(
-        f"t6_4_32 with e009 is predicted 1.60x (1.20 to 2.10): {MEASURE}"
-    )
-
-
 FAST, SLOW, DISTURBED = (1.5, 1.3, 1.8), (0.8, 0.7, 0.9), (1.2, 0.9, 1.6)
 
 
@@ -192,14 +183,6 @@ def test_the_verdict_is_about_the_measured_checkpoint_where_one_is(
     made = [timed_cell("t6_4_32", *ends, checkpoint=name) for name, ends in cells]
     assert give([predict(*FAST, checkpoint=guessed)], made).checkpoint == checkpoint
     assert give().checkpoint is None
-
-
-def test_a_speedup_without_an_interval_is_not_sure() -> None:
-    found = give(cells=[timed_cell("t5_1_6", 1.74, None, None)])
-    assert found.kind == "unknown"
-    assert found.headline.startswith(
-        "No speedup is sure at concurrency 1: the best measured, t5_1_6 with e009, is 1.74x (no interval)"
-    )
 
 
 @pytest.mark.parametrize(("ends", "kind"), [((0.05, 20.0), "noisy"), ((None, None), "unknown"), ((0.8, 1.1), "plain")])

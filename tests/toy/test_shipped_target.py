@@ -64,5 +64,5 @@ def test_the_shipped_weights_have_the_recorded_loss(one_thread: None) -> None:
 def test_changed_weights_are_refused(project: Path) -> None:
     weights = project / "data/targets/weather-tiny/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    with pytest.raises(ValueError, match=r"does not hold the weights .* restore it with git checkout"):
+    with pytest.raises(ValueError, match=r"does not hold the weights .* restore it .git checkout"):
         prepare_target.main()
