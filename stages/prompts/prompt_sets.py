@@ -44,11 +44,7 @@ def read_prompt_set(
 ) -> list[PromptProblem]:
     """Return all problems of a file or folder, or of a dataset of the Hub, which has a split.
 
-    `set_format` is mt_bench, a key of ROW_PARSERS, or None.
-
-    Raises:
-        ValueError: naming the first row that is not of `set_format`, what is wrong with it, and where others are; or a row whose
-            id is taken.
+    `set_format` is mt_bench, a key of ROW_PARSERS, or None. Raises ValueError naming rows that are not of it, or whose id is taken.
     """
     problems: list[PromptProblem] = []
     row_of_id: dict[str, str] = {}
@@ -72,20 +68,15 @@ def read_prompt_set(
             raise ValueError(f"{source}, {unit} {where}: {taken}")
         problems.append(problem)
     if malformed:
-        message = _describe_malformed(malformed, total, unit)
-        raise ValueError(f"{source}, {message}, or correct the set's format ({set_format or 'null'}) or columns")
+        number, error = next(iter(malformed.items()))
+        others = ""
+        if len(malformed) > 1:
+            others = f"; {json_lines.describe_numbers([*malformed], total, f'{unit}s are not of the format')}"
+        fix = f"fix {'them' if others else 'it'}, or correct the set's format ({set_format or 'null'}) or columns"
+        raise ValueError(f"{source}, {unit} {number}: {error}{others}; {fix}")
     if not problems:
         raise ValueError(f"{source}: expected rows of prompts, found none; give another file or dataset")
     return problems
-
-
-def _describe_malformed(malformed: dict[str, MalformedRowError], total: int, unit: str) -> str:
-    """Return the first malformed row with its reason, the numbers of all, of `total` lines or rows, and to fix them."""
-    number, error = next(iter(malformed.items()))
-    if len(malformed) == 1:
-        return f"{unit} {number}: {error}; fix it"
-    numbers = json_lines.describe_numbers([*malformed], total, f"{unit}s are not of the format")
-    return f"{unit} {number}: {error}; {numbers}; fix them"
 
 
 def _read_numbered_rows(pin: readers.HubPin) -> Iterator[tuple[str, str | None, int, dict[str, Any] | None]]:
@@ -103,11 +94,8 @@ def _read_numbered_rows(pin: readers.HubPin) -> Iterator[tuple[str, str | None, 
         chunk = readers.RawChunk(source, None, first, table, source, pin.columns)
         yield from (("", None, *numbered) for numbered in readers.parse_chunk(chunk))
         first += len(table)
-    commit = hub_records[source].commit
-    if commit != pin.revision:
-        print(
-            f"note: {source} is at commit {commit} today; write it as the set's revision, or tomorrow's may be another"
-        )
+    if (commit := hub_records[source].commit) != pin.revision:
+        print(f"note: {source} is at commit {commit} today; pin it as the set's revision, as tomorrow's may be another")
 
 
 def _parse_conversation(row: dict[str, Any], number: int, folder: str | None) -> PromptProblem:
@@ -131,11 +119,7 @@ def _parse_problem(row: dict[str, Any], number: int, set_format: str) -> PromptP
         row = {**row, "turns": row["prompt"], "question_id": row.get("prompt_id")}
     if row.get("turns") is not None:
         turns, reference, name = row["turns"], _read_first_reference(row, set_format), row.get("question_id")
-        if (
-            not isinstance(turns, list)
-            or not turns
-            or not all(isinstance(turn, str) and turn.strip() for turn in turns)
-        ):
+        if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns)):
             found = json_lines.abbreviate_row(turns)
             raise MalformedRowError(f'expected turns to be a list of texts, as ["first message"], found {found}')
     elif set_format in ROW_PARSERS:

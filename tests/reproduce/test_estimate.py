@@ -223,10 +223,3 @@ def test_times_on_a_cpu_are_those_of_this_machines_log() -> None:
     assert found["sample_target"].seconds == (p.sample_target.train_rows + 2 * 40) * 165 / 100
     assert found["train_draft"].seconds == 3 * p.sample_target.train_rows * 165 / 50
     assert found["extract_hiddens"].seconds is None
-
-
-def test_a_number_of_training_rows_that_is_not_known_is_told() -> None:
-    p, _ = shape_of("weather-tiny")
-    p = p.model_copy(update={"sample_target": p.sample_target.model_copy(update={"train_rows": None})})
-    lines = estimate.estimate_run(p, None, 165).lines
-    assert any(line.startswith("training rows: not counted (sample_target.train_rows is null") for line in lines)
