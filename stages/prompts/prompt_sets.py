@@ -44,7 +44,7 @@ def read_prompt_set(
 ) -> list[PromptProblem]:
     """Return all problems of a file or folder, or of a dataset of the Hub, which has a split.
 
-    `set_format` is mt_bench, a key of ROW_PARSERS, or None. Raises ValueError naming rows that are not of it, or whose id is taken.
+    `set_format` is mt_bench, a key of ROW_PARSERS, or None. Raises ValueError naming rows not of it, or whose id is taken.
     """
     problems: list[PromptProblem] = []
     row_of_id: dict[str, str] = {}
