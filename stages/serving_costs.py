@@ -46,7 +46,6 @@ def main(workload_name: str) -> None:
     servers = list(_configure_servers(work, draft_config))
     plan = server_setup.build_server_plan(work)
     version, gpus = measured_server.find_engine_version(plan), gpu_memory.list_visible_gpus()
-    simulated_acceptance.check_version(work.setup.engine, version)
     folder = scratch.locate_scratch(
         f"serving_costs-{workload_name}",
         work.workload.model_dump(),

@@ -185,13 +185,6 @@ def _list_sglang_settings(draft: ServedDraft) -> dict[str, Any]:
     return named | {"speculative_num_steps": draft.num_steps, "speculative_eagle_topk": draft.topk} | width
 
 
-def build_acceptance_flags(engine: str, version: str | None) -> list[str]:
-    """Return the flags by which a server that drafts reports the accepted drafts of each request."""
-    if engine_versions.has_change("acceptance per request", engine, version):
-        return ["--per-request-spec-decode-metrics", "summary"]  # refused by a server without a draft
-    return []
-
-
 def build_setup_command(setup: ServerSetup, port: int, program: list[str], version: str | None = None) -> list[str]:
     """Return the command line of a server without a draft, for a version of the engine; None: the newest.
 

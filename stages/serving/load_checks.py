@@ -4,19 +4,13 @@ from typing import Any
 
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
-from stages.serving.spec_counters import AcceptanceCounts
 
 MIN_JUDGED_CYCLES = 100  # of a draft that has one in twenty accepted, 100 cycles without any are one load in 170
 
 
-def list_counts(load: LoadResult) -> list[AcceptanceCounts]:
-    """Return the acceptance counts of a load: vLLM's over all requests, else those of each request."""
-    return [load.counters] if load.counters else [r.counts for r in load.records if r.counts]
-
-
 def sum_counts(loads: list[LoadResult]) -> tuple[int, int]:
     """Return (verify cycles, accepted draft tokens)."""
-    counts = [c for load in loads for c in list_counts(load)]
+    counts = [r.counts for load in loads for r in load.records if r.counts]
     return sum(c.cycles for c in counts), sum(c.accepted for c in counts)
 
 

@@ -140,9 +140,11 @@ class ServerPlan:
 
 
 def find_engine_version(plan: ServerPlan) -> str | None:
-    """Return the version of the engine that the plan starts; None where it can't be told."""
+    """Return the version of the engine that the plan starts; None where it can't be told. Raises ValueError for an old vLLM."""
     program = plan.program[0] if plan.program else server.locate_program(plan.setup.engine)
-    return engine_versions.find_version(plan.setup.engine, program)
+    version = engine_versions.find_version(plan.setup.engine, program)
+    engine_versions.check_vllm(plan.setup.engine, version)
+    return version
 
 
 @contextlib.contextmanager
@@ -211,8 +213,8 @@ def _prepare_process(plan: ServerPlan, measured: MeasuredServer, log: Path) -> s
     command = engine_flags.build_setup_command(setup, port, plan.program, version)
     slots = plan.build_slot_flags(measured.num_draft_tokens)
     measured.command = [*command[:1], *slots, *command[1:], *measured.speculation_flags]
-    if measured.draft:
-        measured.command += engine_flags.build_acceptance_flags(setup.engine, version)
+    if measured.draft and setup.engine == "vllm":  # a server without a draft refuses it
+        measured.command += ["--per-request-spec-decode-metrics", "summary"]
     print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)
     threads = plan.num_threads if setup.device == "cpu" else None
     environment = build_environment() if _needs_vision_patch(plan, measured) else plan.build_cpu_environment()
@@ -261,6 +263,7 @@ async def _identify_server(plan: ServerPlan, measured: MeasuredServer, url: str,
             ) from None
     if engine != plan.setup.engine:
         raise ValueError(f"{url} is served by {engine}, expected {plan.setup.engine}; correct benchmark_served.engine")
+    engine_versions.check_vllm(engine, measured.info.get("version"))
     needed_tokens = plan.request_tokens + measured.num_draft_tokens
     engine_flags.check_server_info(measured.info, measured.draft, plan.max_concurrency, needed_tokens)
 

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,11 @@ class ServerProcess:
         return f"http://{HOST}:{self.port}"
 
     def __enter__(self) -> "ServerProcess":
-        start_servers([self])
+        ServerGroup([self]).__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        ServerGroup([self]).__exit__()
 
     def start(self) -> None:
         """Start the command, and return before it is ready. Raises ValueError if there is no such command."""
@@ -107,12 +107,6 @@ class ServerProcess:
         self._is_closed = True
         if self._guard and self._guard.stdin:
             self._guard.stdin.close()
-
-    def close(self) -> None:
-        """Stop the server for good, if it was started."""
-        self.ask_to_end()
-        if self._guard:
-            self.stop()
 
     def check_alive(self) -> None:
         """Restart the server if it has ended, and wait until it is ready.
@@ -152,6 +146,10 @@ class ServerProcess:
                 start_new_session=True,  # Ctrl-C reaches only the stage, which then stops the server
                 env={**os.environ, **limit, **devices, **self.environment},
             )
+
+    @property
+    def was_started(self) -> bool:
+        return self._guard is not None
 
     def get_exit_status(self) -> int | None:
         return self._guard.poll() if self._guard else None
@@ -222,26 +220,6 @@ class ServerProcess:
         return UnsupportedByServerError(message, reason) if reason else ValueError(message)
 
 
-def start_servers(servers: Sequence[ServerProcess]) -> None:
-    """Start servers and wait until all are ready. Where one can't be, all are stopped, and its ValueError is raised."""
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:  # they load the weights side by side
-            server.await_start()
-    except BaseException:
-        stop_servers(servers)
-        raise
-
-
-def stop_servers(servers: Sequence[ServerProcess]) -> None:
-    """Stop servers for good, side by side: SGLang 0.5.17 takes seven seconds to end."""
-    for server in servers:
-        server.ask_to_end()
-    for server in servers:
-        server.close()
-
-
 def locate_program(engine: str, program: str = "") -> str:
     """Return a program of the engine, by default its server: of its own environment, else the name, to be found on the PATH."""
     found = find_program(engine, program)
@@ -301,11 +279,23 @@ class ServerGroup:
     servers: list[ServerProcess]
 
     def __enter__(self) -> "ServerGroup":
-        start_servers(self.servers)
+        try:
+            for server in self.servers:
+                server.start()
+            for server in self.servers:  # they load the weights side by side
+                server.await_start()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        stop_servers(self.servers)
+        """Stop the servers for good, side by side: SGLang 0.5.17 takes seven seconds to end."""
+        for server in self.servers:
+            server.ask_to_end()
+        for server in self.servers:
+            if server.was_started:
+                server.stop()
 
     @property
     def base_urls(self) -> list[str]:

@@ -6,7 +6,7 @@ It tells what a cycle costs without a trained draft. Answers have no meaning the
   given one; every token is id 100, and tokens never end an answer with `ignore_eos` (0.5.17 and 0.5.23,
   speculative/spec_utils.py: generate_simulated_accept_index).
 - llama.cpp: a flag, by which each draft is accepted at random, with chances that give the length (server-context.cpp).
-- vLLM from 0.30 on: two keys of --speculative-config (config/speculative.py: synthetic_acceptance_length).
+- vLLM: two keys of --speculative-config (config/speculative.py: synthetic_acceptance_length).
 """
 
 import json
@@ -14,8 +14,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from stages.serving import engine_versions
 
 SGLANG_VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
 SGLANG_METHOD = "SGLANG_SIMULATE_ACC_METHOD"
@@ -61,16 +59,6 @@ def check_real(environment: Mapping[str, str], command: list[str]) -> None:
         raise ValueError(
             f"the server would simulate acceptance ({', '.join(found)}), expected a real one: its tau would be made up. "
             "Unset it; to measure what cycles cost, use serving_costs"
-        )
-
-
-def check_version(engine: str, version: str | None) -> None:
-    """Raise ValueError if this version of the engine can't simulate acceptance; None is the newest version."""
-    if engine == "vllm" and not engine_versions.has_change("synthetic acceptance", engine, version):
-        since = ".".join(map(str, engine_versions.CHANGES["synthetic acceptance"].since))
-        raise ValueError(
-            f"vLLM {version} can't simulate acceptance, expected {since} or later; install that (serving-env/README.md), or "
-            "set serving_costs.workloads to [] and serve cells with a trained draft"
         )
 
 
