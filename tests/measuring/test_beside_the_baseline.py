@@ -43,13 +43,13 @@ def test_the_turn_to_measure_ends_when_the_server_has_ended(
 ) -> None:
     """Bug: SGLang takes seven seconds to end, in which the next stage measured its first repeat, 20 to 30% too slow."""
     monkeypatch.setattr(measurement_lock, "open_user_folder", lambda *_: tmp_path)
-    stop, were_free = server.stop_servers, []
+    stop, were_free = server.ServerGroup.__exit__, []
 
-    def watch(servers: list[server.ServerProcess]) -> None:
+    def watch(servers: server.ServerGroup, *_: object) -> None:
         stop(servers)
         were_free.append(measurement_lock._is_free("starting"))
 
-    monkeypatch.setattr(server, "stop_servers", watch)
+    monkeypatch.setattr(server.ServerGroup, "__exit__", watch)
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}})
     benchmark_served.main("eval")
