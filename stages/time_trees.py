@@ -55,14 +55,17 @@ def main(name: str) -> None:
     target, s = manifest.read_manifest(), p.time_trees
     prompts = _build_prompts(s.context, max(s.batches), target.image_token_id)
     engine, loaded = _build_engine(p, target, name)
-    trees = _select_trees(loaded, s, name)
+    depth = get_files(loaded.family).describe(loaded.config).depth  # of a block
+    trees = s.list_block_trees(name, depth) if depth else s.list_trees()
     _check_positions(s, trees, target.max_position_embeddings)
 
     plain, grid, spreads = [], [], []
     timed_from, process_from = time.perf_counter(), time.process_time()
     for batch in s.batches:  # one after the other: caches and CUDA graphs are of one batch
         steps, *cycles = _time_decodings(_list_decodings(engine, prompts[:batch], trees, s), s.repeats)
-        spreads.append(_measure_spread(steps, s.repeats))
+        count = len(steps) // s.repeats
+        medians = [median(steps[start : start + count]) for start in range(0, len(steps), count)]
+        spreads.append(max(medians) / min(medians) - 1)  # of the slowest round's median step above the fastest's
         plain.append(
             timing_grid.PlainStepTime(batch=batch, **timing_grid.summarise_times("step_s", steps, estimate_median))
         )
@@ -135,8 +138,7 @@ def _check_positions(s: TimeTrees, trees: list[TreeShape], positions: int) -> No
     if needed > positions:
         raise ValueError(
             f"time_trees needs {needed} positions (context, warmup and cycles of the deepest tree, {longest.name}), the target "
-            f"holds {positions}; lower time_trees.context or cycles, or time trees that are less deep (time_trees.num_steps; the "
-            "chain of a block draft is as deep as its block_size)"
+            f"holds {positions}; lower time_trees.context or cycles, or time trees that are less deep (time_trees.num_steps)"
         )
 
 
@@ -154,12 +156,6 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
         str(manifest.resolve_weights_folder(target)), p.target.dtype, p.target.device, p.target.trust_remote_code
     )
     return build_engine(p, name, model, target, p.target.device, [])
-
-
-def _select_trees(loaded: LoadedDraft, s: TimeTrees, name: str) -> list[TreeShape]:
-    """Return the grid's trees that the draft can grow. Raises ValueError where a block leaves too few for a fit."""
-    depth = get_files(loaded.family).describe(loaded.config).depth
-    return s.list_block_trees(name, depth) if depth else s.list_trees()
 
 
 def _list_decodings(
@@ -202,13 +198,6 @@ def _time_decodings(decodings: list[TimedDecoding], repeats: int) -> list[list[f
         for index in order if number % 2 == 0 else reversed(order):
             seconds[index] += list(_time_steps(decodings[index]))
     return seconds
-
-
-def _measure_spread(seconds: list[float], repeats: int) -> float:
-    """Return by how much the median step of the slowest round is above that of the fastest, as a share."""
-    count = len(seconds) // repeats
-    medians = [median(seconds[start : start + count]) for start in range(0, len(seconds), count)]
-    return max(medians) / min(medians) - 1
 
 
 def _time_steps(timed: TimedDecoding) -> Iterator[float]:

@@ -36,7 +36,7 @@ CHANGES = {
 
 def check_vllm(engine: str, version: str | None) -> None:
     """Raise ValueError for a vLLM that does not report the accepted drafts of each request."""
-    if engine == "vllm" and version and parse_release(version) < OLDEST_VLLM:
+    if engine == "vllm" and () < parse_release(version or "") < OLDEST_VLLM:
         raise ValueError(f"vLLM {version} does not count accepted drafts by request, expected 0.30 or later; install that "
                          "(make serving-env), or name another server in benchmark_served.server")  # fmt: skip
 
@@ -48,11 +48,9 @@ def has_change(name: str, engine: str, version: str | None) -> bool:
 
 
 def parse_release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: (0, 5, 17) of 0.5.17.post1+cu130."""
+    """Return the numbers of a version: (0, 5, 17) of 0.5.17.post1+cu130; () without any, which is older than all others."""
     found = re.match(r"v?(\d+(?:\.\d+)*)", version)
-    if found is None:
-        raise ValueError(f"{version!r} is no version, expected numbers as in 0.5.17")
-    return tuple(map(int, found[1].split(".")))
+    return tuple(map(int, found[1].split("."))) if found else ()
 
 
 def find_version(engine: str, program: str) -> str | None:
@@ -66,12 +64,10 @@ def find_version(engine: str, program: str) -> str | None:
     folders = Path(path).absolute().parent.parent.glob(f"lib/python3*/site-packages/{engine}-*.dist-info")
     if found := next(folders, None):
         return found.name.removesuffix(".dist-info").partition("-")[2]
-    return _ask_version(path) if engine == "vllm" and Path(path).name == "vllm" else None
-
-
-def _ask_version(program: str) -> str | None:
+    if engine != "vllm" or Path(path).name != "vllm":
+        return None
     try:
-        completed = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S)
+        completed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     versions = re.findall(r"^v?(\d+\.\d[\w.+]*)$", completed.stdout, re.MULTILINE)

@@ -4,7 +4,7 @@ The child runs under a guard (server_guard.py) in a session of its own. Stage an
 even by SIGKILL, the pipe closes and the guard kills the server and all its descendants. Servers listen on 127.0.0.1 only. A
 server that ends by itself is restarted a few times, since a crash of the engine must not cost the run.
 
-The tests run `transformers`; `sglang` 0.5.17 and `vllm` 0.26.0 ran on a GPU (docs/results).
+The tests run `transformers`; `sglang` 0.5.17 ran on a GPU (docs/results).
 """
 
 import contextlib
@@ -70,9 +70,8 @@ class ServerProcess:
     restarted: int = 0
     _log_start: int = field(default=0, init=False, repr=False)  # bytes of the log that earlier starts wrote
     _guard: subprocess.Popen | None = field(default=None, init=False, repr=False)
-    _is_closed: bool = field(
-        default=False, init=False, repr=False
-    )  # `check_alive` in another thread starts nothing more
+    # `check_alive` in another thread starts nothing more
+    _is_closed: bool = field(default=False, init=False, repr=False)
 
     @property
     def base_url(self) -> str:
@@ -89,9 +88,8 @@ class ServerProcess:
         """Start the command, and return before it is ready. Raises ValueError if there is no such command."""
         if shutil.which(self.line[0]) is None:
             raise ValueError(
-                f"{self.section} asks for {self.engine}, but there is no `{self.line[0]}` on the PATH; install it into an "
-                "environment of its own (make serving-env), where it is found, or put it on the PATH, or name a running server "
-                "in base_urls"
+                f"{self.section} asks for {self.engine}, but there is no `{self.line[0]}` on the PATH; install it (make "
+                "serving-env), put it on the PATH, or name a running server in base_urls"
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._start("wb")
@@ -165,11 +163,9 @@ class ServerProcess:
             while time.monotonic() < deadline:
                 if self.get_exit_status() is not None or self._is_closed:
                     return False
-                try:
+                with contextlib.suppress(httpx.TransportError):  # not listening yet, or too busy to answer
                     if http.get(f"{self.base_url}/health").status_code == 200:
                         return True
-                except httpx.TransportError:  # not listening yet, or too busy to answer
-                    pass
                 if self._is_port_taken():
                     raise ValueError(
                         f"the {self.engine} server cannot listen on port {self.port}: another process has taken it since the "
@@ -186,15 +182,11 @@ class ServerProcess:
         guard = self._guard
         assert guard and guard.stdin
         guard.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             guard.wait(self.settle_s + server_guard.KILL_S + SLACK_S)
-        except subprocess.TimeoutExpired:
-            pass
         if guard.returncode is None or guard.returncode < 0:  # it hangs, or was killed: kill its group
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(guard.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             guard.wait()
 
     def _is_listening(self) -> bool:
@@ -215,8 +207,9 @@ class ServerProcess:
         if remedy and ("Missing dependencies for serving" in words or "requires `accelerate`" in words):
             often += f" for want of packages; run: {remedy}"
         reason = next((reason for line, reason in KNOWN_ENDS.items() if line in words), None)
-        why = f"{often}: {reason}" if reason else often
-        message = f"the {self.engine} server ended with status {status}{why}; its log, {self.log}:\n  {read_log_tail(self.log)}"
+        often += f": {reason}" if reason else ""
+        tail = read_log_tail(self.log)
+        message = f"the {self.engine} server ended with status {status}{often}; its log, {self.log}:\n  {tail}"
         return UnsupportedByServerError(message, reason) if reason else ValueError(message)
 
 

@@ -73,8 +73,6 @@ def check_simulated(server_name: str, length: float, cycles: int, accepted: int,
     uncut = found + num_answers * (math.ceil(length) - 1) / cycles
     if found > length * (1 + MAX_DEVIATION) or uncut < length * (1 - MAX_DEVIATION):
         raise ValueError(
-            f"{server_name}: {found:.2f} tokens in each of {cycles} cycles, expected {length:g}, as serving_costs.accept_length "
-            "asks: the server does not simulate acceptance as told. One that was already running, of "
-            "benchmark_served.server.base_urls, was started otherwise: leave it out. Else the engine's version ignores the "
-            "setting: docs/cost.md"
+            f"{server_name}: {found:.2f} tokens in each of {cycles} cycles, expected {length:g} (serving_costs.accept_length): "
+            "the engine's version ignores the setting (docs/cost.md), or it is of base_urls: leave it out there"
         )
