@@ -130,7 +130,7 @@ def check_gpus(params: schema.Params) -> None:
 def measure_divergence_margin(
     work: TorchCellContext, turn: "QuestionTurn", output: list[int], plain_output: list[int]
 ) -> float | None:
-    """Return the target's logit margin where two answers part, None if they don't: a near-tie is rounding, else it is a defect."""
+    """Return the logit margin where two answers part, None if they do not: a near-tie is rounding, a wide one a defect."""
     if output == plain_output:
         return None
     shared = next(
