@@ -18,26 +18,6 @@ from tests.conftest import EVAL, edit_params
 from tests.measuring.served_project import LOAD
 
 
-@pytest.mark.long
-def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Four servers, one after the other."""
-    edit_params(
-        project,
-        {
-            "benchmark": {"workloads": {"eval": {**LOAD, "max_new_tokens": 10, "repeats": 2}}},
-            "benchmark_served": {"interleave": True},
-        },
-    )
-    benchmark_served.main("eval", "e003", "t5_1_6")
-    found = Cell.read("sglang", "eval", "e003", "t5_1_6")
-    assert len(found["points"][0]["loads"]) == len(found["baseline_points"][0]["loads"]) == 2
-    output_lines = capfd.readouterr().out.splitlines()
-    started = [line.split(";")[0].rpartition(" ")[2] for line in output_lines if line.startswith("starting")]
-    measured = [line.partition(",")[0] for line in output_lines if " of 2)" in line]
-    assert started == ["baseline", "e003-t5_1_6"], "both stay up"
-    assert measured == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
-
-
 def test_the_turn_to_measure_ends_when_the_server_has_ended(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
