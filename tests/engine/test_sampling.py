@@ -189,6 +189,40 @@ def test_speculative_answers_have_the_targets_own_probabilities(engine: Engine, 
     assert not is_rejected(engine, HOW[how], tree, RUNS)
 
 
+def verify_greedily(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
+    """Verifies as at temperature 0."""
+    return logits.argmax(-1) if len(logits) > 1 else CHOOSE(self, logits, indices)
+
+
+def sample_without_temperature(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
+    """Forgets the temperature."""
+    return sampling.draw_tokens(logits.softmax(-1), self._uniforms[indices])
+
+
+def resample_from_target(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
+    """What is rejected is drawn from the whole distribution again, not from the residual: drafts come too often.
+
+    The children's tokens aren't known here, so: tokens 0, 2, 3, which the draft guesses most, are tried twice.
+    """
+    first = CHOOSE(self, logits, indices)
+    again = sampling.draw_tokens(logits.softmax(-1), torch.rand(len(logits), dtype=torch.float64))
+    drafted = torch.isin(first, torch.tensor([0, 2, 3]))
+    return torch.where(drafted, first, again)
+
+
+CHOOSE = sampling.TokenSampler.sample
+
+
+# Three times as many of the least biased: with RUNS it was refused or not by the last bits of a CPU's sums.
+@pytest.mark.parametrize(
+    ("spoiled", "runs"), [(verify_greedily, RUNS), (sample_without_temperature, RUNS), (resample_from_target, 3 * RUNS)]
+)
+def test_a_spoiled_verification_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch, spoiled, runs: int) -> None:
+    """Bug: its power was near a half, so it failed on machines that add in another order."""
+    monkeypatch.setattr(sampling.TokenSampler, "sample", spoiled)
+    assert is_rejected(engine, HOW["cool"], (2, 2, 7), runs)
+
+
 def test_a_large_vocabularys_rare_tokens_are_drawn_as_often_as_they_should() -> None:
     """Bug to be: summed in float32, the last of 150,000 tokens would be reached by no number, or by too many."""
     probabilities = torch.full((1, 150_000), 1 / 150_000)
