@@ -218,7 +218,7 @@ def make_project(folder: Path, o: argparse.Namespace) -> None:
     """Copy the project, and make its target and its conversations."""
     begun = time.perf_counter()
     copy_project(folder, Path())
-    engine_kit.write_launchers(folder)
+    engine_kit.write_launcher(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if o.small else torch.bfloat16
     if o.target:

@@ -1,4 +1,4 @@
-"""Run recipes through DVC on a GPU machine, from raw data to the report, with served cells of SGLang or vLLM.
+"""Run recipes through DVC on a GPU machine, from raw data to the report, with served cells of SGLang.
 
     python3 -m benchmarks.gpu_graph PLAN FOLDER [--from FOLDER] [--parts graph] [--device cpu] [--at-once 6] [--small]
 
@@ -8,8 +8,8 @@ dtype and number of eval rows share a graph). A plan is a recipe and what differ
 the report.
 With `--parts graph --device cpu` the graph is made on a machine without a GPU; the other parts go on in a copy of its folder.
 
-For machines without a package registry: DVC and what it needs come as wheels in PYTHONPATH, the engines as kits (shared/gpu) in
-/tmp/kit and /tmp/vllm_kit. `--small` tries a plan on a CPU with the tests' double.
+For machines without a package registry: DVC and what it needs come as wheels in PYTHONPATH, SGLang as a kit (shared/gpu) in
+/tmp/kit. `--small` tries a plan on a CPU with the tests' double.
 """
 
 import argparse
@@ -46,7 +46,6 @@ SEED_000_EP9 = (
     "t8_1_9 t5_1_6 t5_2_8 t8_2_8 t8_3_8 t8_2_16 t8_3_16 t5_4_16 t6_3_16 t10_2_16 t10_2_32 t10_3_32 t8_3_32 t6_5_32 t6_10_32"
 )  # fmt: skip
 SEED_000_EP3 = "t8_3_8 t8_2_16 t4_4_16 t4_2_14 t16_1_17 t12_2_16 t12_3_32 t12_2_32 t8_4_32 t9_4_32"
-CHAINS = " ".join(f"t{steps}_1_{steps + 1}" for steps in range(1, 9))
 PARTS = ("graph", "prompts", "cells", "report")
 REPRO = ("pipeline.checked_dvc", "--wait-for-lock", "repro", "-s")  # the stage alone, whatever made its inputs
 Workloads = dict[str, dict[str, Any]]
@@ -76,7 +75,6 @@ ONCE: Workloads = {"eval_once": {"num_prompts": None, "repeats": 1, "concurrency
 HOT: Workloads = {  # sampled as the replayed answers are; SGLang draws drafts of DSpark, and takes the likeliest of DFlash
     "eval_hot": {"num_prompts": None, "repeats": 4, "concurrency": 32, "warmup": 32, "temperature": 0.7, "top_p": 1.0}
 }
-COUNTED: Workloads = {"counted": {"num_prompts": 60, "warmup": 0}}  # vLLM below 0.30 counts by its counters
 IN_TURNS: Workloads = {"in_turns": {"num_prompts": 10, "repeats": 5, "warmup": 1}}
 BLOCK = {
     "method": "dflash",
@@ -108,7 +106,6 @@ class Plan:
 
     recipe: str
     dtype: str
-    engine: str
     trees: str
     workloads: Workloads
     checkpoints: str = "e009"
@@ -125,11 +122,9 @@ class Plan:
         return [*(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells]
 
 
-DENSE = Plan(
-    "weather-tiny", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL, eval_rows=300, block_drafts=True
-)
+DENSE = Plan("weather-tiny", "bfloat16", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL, eval_rows=300, block_drafts=True)
 MOE = replace(DENSE, recipe="weather-tiny-moe", trees="t5_1_6 t8_2_16 t5_4_16", eval_rows=100)
-VL = Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP9, IN_TURNS, interleave=True)
+VL = Plan("weather-tiny-vl", "bfloat16", SEED_000_EP9, IN_TURNS, interleave=True)
 PLANS = {
     "dense": DENSE,
     "dense-scenarios": replace(DENSE, trees="t5_4_16", workloads=SCENARIOS),
@@ -139,15 +134,12 @@ PLANS = {
     "moe-scenarios": replace(MOE, trees="t5_4_16", workloads=SCENARIOS),
     "vl": VL,
     "vl-ep3": replace(VL, trees=SEED_000_EP3, checkpoints="e003"),
-    "vllm": replace(DENSE, engine="vllm", trees=CHAINS, workloads=COUNTED),
-    "vllm32": Plan("weather-tiny", "float32", "vllm", CHAINS, COUNTED),
 }
 for width, (checkpoints, chain) in WIDTHS.items():  # engines run the chain of a whole block alone
     blocks = replace(DENSE, trees=chain, checkpoints=checkpoints, workloads=ONCE)
     PLANS |= {
         f"dense-{width}": blocks,
         f"moe-{width}": replace(blocks, recipe=MOE.recipe, eval_rows=MOE.eval_rows),
-        f"vllm-{width}": replace(blocks, engine="vllm", workloads=COUNTED),
         f"dense-{width}-hot": replace(blocks, workloads=HOT),
         f"moe-{width}-hot": replace(blocks, recipe=MOE.recipe, eval_rows=MOE.eval_rows, workloads=HOT),
     }
@@ -199,7 +191,7 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
         "trees": ["t8_2_16"],
     }
     p["benchmark_served"] |= {
-        "engine": plan.engine,
+        "engine": "sglang",
         "workloads": list(workloads) if served else [],
         "checkpoints": plan.checkpoints.split(),
         "trees": plan.trees.split(),
@@ -208,9 +200,9 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
     # Servers that start at once see each other's memory come and go: the cache has a size, not a share.
     p["benchmark_served"]["server"] |= {
         "mem_fraction": 0.5,
-        "max_total_tokens": 50_000 if plan.workloads in (EVAL, ONCE, COUNTED, IN_TURNS, HOT) else 400_000,
+        "max_total_tokens": 50_000 if plan.workloads in (EVAL, ONCE, IN_TURNS, HOT) else 400_000,
         "command": engine_kit.DOUBLE if small else [],
-        "launch_args": [] if small else engine_kit.KIT_FLAGS[plan.engine],
+        "launch_args": [] if small else engine_kit.KIT_FLAGS,
     }
     with atomic.write_file(folder / "params.yaml") as path:  # another plan may be running in the same folder
         yaml.dump(p, path)
@@ -298,7 +290,7 @@ def main() -> None:
         plan = replace(plan, trees=" ".join(plan.trees.split()[:2]), workloads=few)
     if not folder.exists():
         copy_project(folder, o.source)
-        engine_kit.write_launchers(folder)
+        engine_kit.write_launcher(folder)
         if o.source == Path() and run(folder, "pipeline", "use", plan.recipe, shown=1):
             sys.exit(1)
     if "graph" in o.parts:

@@ -15,6 +15,7 @@ A draft of which no token is accepted in the first hundred cycles gives one of s
 
 import itertools
 import time
+from typing import Any
 
 import torch
 
@@ -35,7 +36,6 @@ from stages.cells.points import RepeatRecords
 from stages.cells.record import name_draft_sampling
 from stages.cells.stopping import RepeatRule
 from stages.engine.device_placement import measure_remaining_memory
-from stages.engine.memory_estimate import MemoryEstimate
 from stages.grading import grade
 from stages.measuring import torch_context, torch_loads
 from stages.measuring.torch_context import TorchCellContext
@@ -54,7 +54,7 @@ def main(workload_name: str, checkpoint_name: str, tree_name: str) -> None:
     names = workload_name, checkpoint_name, tree_name
     params = stage_inputs.read_params("benchmark", *names)
     if reason := torch_context.explain_unsupported(params, workload_name, checkpoint_name, parse_shape(tree_name)):
-        found = _describe_cell(params, *names).model_copy(update={"status": UNSUPPORTED, "reason": reason})
+        found = _describe_cell(params, *names, status=UNSUPPORTED, reason=reason)
         print(f"{tree_name} at {checkpoint_name}: {UNSUPPORTED}: {reason} -> {found.write()}")
         return
     torch_context.check_gpus(params)
@@ -76,7 +76,7 @@ def _run_cell(
 ) -> None:
     torch.set_num_threads(params.benchmark.num_threads)
     meter = gpu_energy.EnergyMeter(params.target.gpus(params.benchmark.num_gpus_total))
-    started, tree = time.perf_counter(), parse_shape(tree_name)
+    started, tree, names = time.perf_counter(), parse_shape(tree_name), (workload_name, checkpoint_name, tree_name)
     workload = get_named(params.benchmark.workloads, workload_name, "benchmark.workloads")
     prompts, warmup = workload_prompts.read_prompts(workload_name)
     if workload.grade:
@@ -91,8 +91,7 @@ def _run_cell(
     torch_loads.warm_up(work)
     if reason := torch_loads.explain_skipped(work):
         if ranks.first:
-            names = workload_name, checkpoint_name, tree_name
-            skipped = _describe_cell(params, *names).model_copy(update={"status": SKIPPED, "reason": reason})
+            skipped = _describe_cell(params, *names, status=SKIPPED, reason=reason)
             print(f"{tree_name} at {checkpoint_name}: {SKIPPED}: {reason} -> {skipped.write()}")
         return
     found: dict[str, list[LoadPoint]] = {SPECULATIVE: [], PLAIN: []}  # of a kind that does not run: none
@@ -102,43 +101,42 @@ def _run_cell(
     if not ranks.first:
         return
     target = manifest.read_manifest()
-    measured = _describe_cell(params, workload_name, checkpoint_name, tree_name).model_copy(
-        update={
-            "draft_sampling": name_draft_sampling(work.samples_drafts),
-            "fingerprint": {"target": [target.model, target.revision, target.config_digest]},  # the baseline is its own
-            "memory": _describe_memory(memory),
-            "draft": _measure_draft(work) if in_turns else None,
-            "points": found[SPECULATIVE],
-            "baseline_points": found[PLAIN],
-            "seconds": round(time.perf_counter() - started, 2),
-            "gpus": meter.names(),
-            "joules": meter.joules(),
-        }
+    sizes = {"weights": memory.target, "draft": memory.draft, "kv_cache": memory.cache}
+    gib = {name: round(size / GIB, 3) for name, size in sizes.items()}
+    measured = _describe_cell(
+        params,
+        *names,
+        draft_sampling=name_draft_sampling(work.samples_drafts),
+        fingerprint={"target": [target.model, target.revision, target.config_digest]},  # the baseline is its own
+        memory=Memory(**gib, kv_tokens=memory.cache_tokens),  # estimated, of one process
+        draft=_measure_draft(work) if in_turns else None,
+        points=found[SPECULATIVE],
+        baseline_points=found[PLAIN],
+        seconds=round(time.perf_counter() - started, 2),
+        gpus=meter.names(),
+        joules=meter.joules(),
     )
     pairs = itertools.zip_longest(found[SPECULATIVE], found[PLAIN])
     summary = "; ".join(_summarise(point, plain, workload.temperature == 0) for point, plain in pairs)
     print(f"{tree_name} at {checkpoint_name}: {summary} -> {measured.write()}")
 
 
-def _describe_cell(params: schema.Params, workload_name: str, checkpoint_name: str, tree_name: str) -> Cell:
-    """Return the cell as it is known before anything is measured."""
+def _describe_cell(
+    params: schema.Params, workload_name: str, checkpoint_name: str, tree_name: str, **found: Any
+) -> Cell:
+    """Return the cell with what was found; without it, as it is known before anything is measured."""
     settings = params.benchmark
     workload = get_named(settings.workloads, workload_name, "benchmark.workloads")
+    known: dict[str, Any] = {"status": cell.RAN, "seconds": 0.0, "gpus": [], "joules": None}
     return Cell(
         workload=workload_name,
         checkpoint=checkpoint_name,
         tree=tree_name,
         engine=TORCH_ENGINE,
-        status=cell.RAN,
-        temperature=workload.temperature,
-        top_p=workload.top_p,
-        top_k=workload.top_k,
-        seed=workload.seed,
         hardware=cell.describe_hardware(params.target.device, settings.num_threads, settings.num_gpus_total),
         versions=cell.list_versions("torch", "transformers"),
-        seconds=0.0,
-        gpus=[],
-        joules=None,
+        **workload.model_dump(include=cell.SAMPLING_KEYS),
+        **known | found,
     )
 
 
@@ -146,17 +144,20 @@ def _measure_load(work: TorchCellContext, load: Load) -> dict[str, LoadPoint]:
     """Repeat a load until that was often enough; return its point by kind of decoding."""
     records: dict[str, RepeatRecords] = {kind: [] for kind in torch_loads.list_kinds(work)}
     started, process_started = time.perf_counter(), time.process_time()
-    workload, ended = work.workload, None
-    rule = RepeatRule(workload.fewest_repeats, workload.most_repeats, workload.half_width)
-    while ended is None:
-        repeat = len(next(iter(records.values())))
+
+    def measure_repeat(repeat: int) -> None:
         for kind, turns in torch_loads.run_repeat(work, load, repeat).items():
             records[kind].append(turns)
-        half_width = _measure_half_width(work, records) if len(records) == 2 else None
-        ended = rule.judge(repeat + 1, half_width, prints=work.ranks.first)  # all processes find the same
+
+    workload = work.workload
+    rule = RepeatRule(workload.fewest_repeats, workload.most_repeats, workload.half_width)
+    # All processes find the same.
+    ended = rule.run(measure_repeat, lambda: _measure_half_width(work, records), prints=work.ranks.first)
     share = (time.process_time() - process_started) / (time.perf_counter() - started)
     if work.in_turns:
-        share = _share_process_time(records) or 0.0
+        answers = [request.record for repeats in records.values() for request in points.list_requests(repeats)]
+        wall_s = sum(record.e2e_s for record in answers)
+        share = sum(record.process_s or 0.0 for record in answers) / wall_s if wall_s else 0.0
     is_alone_on_cpu = work.ranks.world == 1 and not work.params.target.device.startswith("cuda")
     return {
         kind: _build_point(work, kind, load, records, share if is_alone_on_cpu else None, ended) for kind in records
@@ -164,6 +165,8 @@ def _measure_load(work: TorchCellContext, load: Load) -> dict[str, LoadPoint]:
 
 
 def _measure_half_width(work: TorchCellContext, records: dict[str, RepeatRecords]) -> float | None:
+    if len(records) < 2:
+        return None
     if work.in_turns:
         return stopping.measure_pooled_half_width(_pool_speedup(work, records))
     return stopping.measure_loads_half_width(*(points.list_throughputs(records[kind]) for kind in (SPECULATIVE, PLAIN)))
@@ -176,13 +179,6 @@ def _pool_speedup(work: TorchCellContext, records: dict[str, RepeatRecords]) -> 
     return metrics.pool_speedup(answers, plain, work.workload.prompts)
 
 
-def _share_process_time(records: dict[str, RepeatRecords]) -> float | None:
-    """Return CPU time / wall time of all answers, decoded in turns."""
-    answers = [request.record for repeats in records.values() for request in points.list_requests(repeats)]
-    wall_s = sum(record.e2e_s for record in answers)
-    return sum(record.process_s or 0.0 for record in answers) / wall_s if wall_s else None
-
-
 def _build_point(
     work: TorchCellContext,
     kind: str,
@@ -192,10 +188,6 @@ def _build_point(
     ended: StoppingRecord,
 ) -> LoadPoint:
     repeats, cap, prompts = records[kind], load.concurrency, len(work.prompts)
-    references = dict(work.prompts.select("id", "reference").iter_rows())
-    grades: list[bool | None] = []
-    if work.workload.grade:  # after the last clock has stopped
-        grades = points.grade_first_turns(repeats, references, lambda r: torch_context.decode_text(work, r.ids))
     acceptance, in_turns = None, None
     if kind == SPECULATIVE:
         answers = [request.record for request in points.list_requests(repeats)]
@@ -207,8 +199,8 @@ def _build_point(
         repeats,
         acceptance,
         [f"{prompts} prompts, so never {cap} at once"] if cap and cap > prompts else [],
-        grades,
-        references,
+        dict(work.prompts.select("id", "reference").iter_rows()) if work.workload.grade else None,
+        lambda record: torch_context.decode_text(work, record.ids),
         in_turns=in_turns,
         process_share=process_share,
         stopping=ended,
@@ -221,12 +213,6 @@ def _measure_draft(work: TorchCellContext) -> DraftSize:
     method, proposer = list(slots.proposers.items())[-1]
     state = proposer.count_state_bytes(slots)
     return DraftSize(weights_bytes=method.weight_bytes, state_bytes=state, draft_parameters=method.num_parameters)
-
-
-def _describe_memory(memory: MemoryEstimate) -> Memory:
-    """Return the estimated sizes of one process."""
-    sizes = {"weights": memory.target, "draft": memory.draft, "kv_cache": memory.cache}
-    return Memory(**{name: round(size / GIB, 3) for name, size in sizes.items()}, kv_tokens=memory.cache_tokens)
 
 
 def _summarise(point: LoadPoint | None, plain: LoadPoint | None, is_greedy: bool) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from stages.cells import cell, metrics, points, stopping
+from stages.cells import cell, points, stopping
 from stages.cells.cell import Acceptance, Cell, LoadPoint, Memory, ServerDescription, StoppingRecord
 from stages.cells.record import name_draft_sampling
 from stages.cells.stopping import RepeatRule
@@ -24,7 +24,7 @@ from stages.measuring.measured_loads import OpenedServer
 from stages.measuring.requests import ServedCellContext
 from stages.params import stage_inputs
 from stages.params.tree_shape import Load, parse_shape
-from stages.serving import gpu_memory, load_checks
+from stages.serving import gpu_memory
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
 from stages.serving.measured_server import MeasuredServer
@@ -56,9 +56,8 @@ def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> 
             ended = _measure_repeats(work, measured, baseline if tree and params.benchmark_served.interleave else None)
         except UnsupportedByServerError as error:
             reason = error.reason
-    found = _build_cell(work, measured, baseline, reason, ended, gpus_before).model_copy(
-        update={"seconds": round(time.perf_counter() - started, 2), "gpus": meter.names(), "joules": meter.joules()}
-    )
+    took = {"seconds": round(time.perf_counter() - started, 2), "gpus": meter.names(), "joules": meter.joules()}
+    found = _build_cell(work, measured, baseline, reason, ended, gpus_before, took)
     print(f"{found.name}: {f'{cell.UNSUPPORTED}: {reason}' if reason else cell.RAN} -> {found.write()}")
 
 
@@ -80,26 +79,12 @@ def _measure_repeats(
         with open_servers([measured]) as (opened,):
             measured_loads.run_repeats(work, opened, list(range(work.workload.repeats)))
         return None
-    if plan.count_servers_at_once() < 2:
-        return _alternate(
-            work, measured, baseline, partial(_measure_one_by_one, work, open_servers, (baseline, measured))
-        )
-    with open_servers([baseline, measured]) as pair:
-        return _alternate(work, measured, baseline, partial(_measure_together, work, pair))
-
-
-def _alternate(
-    work: ServedCellContext, measured: MeasuredServer, baseline: MeasuredServer, measure_repeat: Callable[[int], None]
-) -> StoppingRecord:
-    """Measure repeats of both servers, until the workload's rule ends them; return why there are no more."""
-    workload = work.workload
+    workload, measure_half = work.workload, partial(_measure_widest_half, measured, baseline)
     rule = RepeatRule(workload.fewest_repeats, workload.most_repeats, workload.half_width)
-    repeat, ended = 0, None
-    while ended is None:
-        measure_repeat(repeat)
-        repeat += 1
-        ended = rule.judge(repeat, _measure_widest_half(measured, baseline))
-    return ended
+    if plan.count_servers_at_once() < 2:
+        return rule.run(partial(_measure_one_by_one, work, open_servers, (baseline, measured)), measure_half)
+    with open_servers([baseline, measured]) as pair:
+        return rule.run(partial(_measure_together, work, pair), measure_half)
 
 
 def _measure_widest_half(measured: MeasuredServer, baseline: MeasuredServer) -> float | None:
@@ -144,8 +129,8 @@ def _build_cell(
     reason: str | None,
     ended: StoppingRecord | None,
     gpus_before: list[gpu_memory.GpuMemory],
+    took: dict[str, Any],
 ) -> Cell:
-    """Return the cell, but for what it took."""
     workload, engine = work.workload, work.params.benchmark_served.engine
     hardware = server_setup.describe_hardware(work, measured, gpus_before)
     version = measured.info.get("version")
@@ -157,9 +142,6 @@ def _build_cell(
         engine=engine,
         status=cell.UNSUPPORTED if reason else cell.RAN,
         reason=reason,
-        temperature=workload.temperature,
-        top_p=workload.top_p,
-        top_k=workload.top_k,
         fingerprint=server_setup.build_fingerprint(work, version, hardware),
         server=ServerDescription(
             command=[_shorten_path(word) for word in measured.command],
@@ -175,10 +157,8 @@ def _build_cell(
         baseline_points=[_build_point(work, baseline, *item) for item in baseline.loads.items()],
         hardware=hardware,
         versions={engine: version} if version else {},
-        seed=workload.seed,
-        seconds=0.0,
-        gpus=[],
-        joules=None,
+        **workload.model_dump(include=cell.SAMPLING_KEYS),
+        **took,
     )
 
 
@@ -194,50 +174,34 @@ def _build_point(
     repeats: list[list[LoadResult]],
     ended: StoppingRecord | None = None,
 ) -> LoadPoint:
-    records, grades = _list_records(repeats), list[bool | None]()
-    if work.workload.grade:
-        grades = points.grade_first_turns(
-            records, work.references, lambda record: served_requests.decode_text(work, record)
-        )
     results = [result for turns in repeats for result in turns]
     warnings = measured_loads.list_warnings(work, measured, load, results)
     warnings += [measured.notice] if measured.notice else []
     return points.build_point(
         load,
         work.workload.request_rate,
-        records,
+        _list_records(repeats),
         compute_acceptance(measured.draft, results, work.workload.prompts),
         warnings,
-        grades,
-        work.references,
+        work.references if work.workload.grade else None,
+        partial(served_requests.decode_text, work),
         stopping=ended,
     )
 
 
 def compute_acceptance(draft: ServedDraft | None, loads: list[LoadResult], prompt_set: str) -> Acceptance | None:
-    """Return a point's acceptance; None without a draft or without counts.
-
-    docs/metrics.md: "Accepted drafts of a server". vLLM counts over all requests together, so its tau has no interval.
-    """
-    counts = [c for load in loads for c in load_checks.list_counts(load)]
-    if draft is None or not counts:
+    """Return a point's acceptance; None without a draft or without counts. docs/metrics.md: "Accepted drafts of a server"."""
+    records = [record for load in loads for record in load.records]
+    if draft is None or not any(record.counts for record in records):
         return None
-    if not any(load.counters for load in loads):
-        records = [record for load in loads for record in load.records]
-        found = points.pool_counts(records, prompt_set, draft.num_steps, draft.num_draft_tokens)
-    else:
-        found = metrics.pool_acceptance(counts, None, draft.num_steps, draft.num_draft_tokens)
-    return found.model_copy(update={"engine": _collect_engine_figures(loads)})
-
-
-def _collect_engine_figures(loads: list[LoadResult]) -> dict[str, Any]:
-    """Return the engine's own accept lengths, by its names."""
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {}  # the engine's own accept lengths, by its names
     for load in loads:
         figures |= load.engine_figures
-    key = "spec_accept_length"
-    per_request = [r.engine_meta[key] for load in loads for r in load.records if key in r.engine_meta]
-    return figures | ({f"{key}, mean over requests": fmean(map(float, per_request))} if per_request else {})
+    for key in ("spec_accept_length", "mean_acceptance_length"):  # of SGLang, of vLLM
+        if lengths := [float(r.engine_meta[key]) for r in records if r.engine_meta.get(key) is not None]:
+            figures[f"{key}, mean over requests"] = fmean(lengths)
+    found = points.pool_counts(records, prompt_set, draft.num_steps, draft.num_draft_tokens)
+    return found.model_copy(update={"engine": figures})
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ def main(workload_name: str) -> None:
     servers = list(_configure_servers(work, draft_config))
     plan = server_setup.build_server_plan(work)
     version, gpus = measured_server.find_engine_version(plan), gpu_memory.list_visible_gpus()
-    simulated_acceptance.check_version(work.setup.engine, version)
     folder = scratch.locate_scratch(
         f"serving_costs-{workload_name}",
         work.workload.model_dump(),
@@ -106,7 +105,7 @@ def _measure_or_read(
     contexts = {server.config_name: simulated if server.simulated else work for server in servers}
     missing = []
     for server in servers:
-        paths = list(_list_paths(folder, server, contexts[server.config_name]))
+        paths = _list_paths(folder, server, contexts[server.config_name])
         if num_measured := sum(path.exists() for path in paths):
             print(
                 f"resumed: {server.config_name}: {num_measured} of {len(paths)} loads were measured before, kept in {folder}"
@@ -116,40 +115,37 @@ def _measure_or_read(
     for start in range(0, len(missing), at_once):
         group = missing[start : start + at_once]
         with measured_loads.open_servers(plan, group, f"serving_costs-{work.workload_name}") as opened:
-            _measure_in_turns([(contexts[each.server.config_name], each) for each in opened], folder)
+            pairs = [(contexts[each.server.config_name], each) for each in opened]
+            for repeat in range(work.workload.repeats):  # each on every server before the next
+                for context, each, load in measured_loads.order_loads(pairs, repeat):
+                    if not _locate_times(folder, each.server, load, repeat).exists():
+                        _measure_load(context, each, load, repeat, folder)
     for server in servers:
-        repeats = [_read_times(work, path) for path in _list_paths(folder, server, contexts[server.config_name])]
-        yield server, _join_repeats(repeats)
+        paths = _list_paths(folder, server, contexts[server.config_name])
+        yield server, _join_repeats([_read_times(work, path) for path in paths])
 
 
 def _read_times(work: ServedCellContext, path: Path) -> ServedTimes:
     return ServedTimes.read_json(path, f"serving_costs@{work.workload_name}")
 
 
-def _list_paths(folder: Path, server: MeasuredServer, work: ServedCellContext) -> Iterator[Path]:
-    """Yield where the times of each load of a server are kept, in every repeat."""
-    for repeat in range(work.workload.repeats):
-        for load in work.workload.list_loads():
-            yield _locate_times(folder, server, load, repeat)
+def _list_paths(folder: Path, server: MeasuredServer, work: ServedCellContext) -> list[Path]:
+    """Return where the times of each load of a server are kept, in every repeat."""
+    loads = work.workload.list_loads()
+    return [_locate_times(folder, server, load, repeat) for repeat in range(work.workload.repeats) for load in loads]
 
 
 def _locate_times(folder: Path, server: MeasuredServer, load: Load, repeat: int) -> Path:
     return folder / f"{server.config_name}-{load.max_new_tokens}-{load.concurrency}-{repeat}.json"
 
 
-def _measure_in_turns(servers: list[tuple[ServedCellContext, OpenedServer]], folder: Path) -> None:
-    """Measure what is missing of each repeat on every server before the next repeat."""
-    for repeat in range(servers[0][0].workload.repeats):
-        for work, opened, load in measured_loads.order_loads(servers, repeat):
-            if not _locate_times(folder, opened.server, load, repeat).exists():
-                _measure_load(work, opened, load, repeat, folder)
-
-
 def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, repeat: int, folder: Path) -> None:
     """Measure one repeat of a load on a server and keep its times.
 
+    It is judged together with the server's earlier ones, of a killed run too: one alone may have too few cycles to tell.
+
     Raises:
-        ValueError: if the server did not accept as many tokens as it was told to.
+        ValueError: if the server did not accept as many tokens as it was told to. The earlier times are deleted then.
     """
     server = opened.server
     measured_loads.run_load(work, opened, load, repeat)
@@ -160,29 +156,17 @@ def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, rep
     times = ServedTimes(version=server.info.get("version"), points=[point.model_copy(update={"requests": rows})])
     if server.simulated:
         earlier_paths = [path for path in _list_paths(folder, server, work) if path.exists()]
-        _check_simulated(work, server, server.simulated.length, times, earlier_paths)
+        all_times = [times, *(_read_times(work, path) for path in earlier_paths)]
+        found = [row for load_times in all_times for point in load_times.points for row in point.requests]
+        cycles, accepted = sum(row.cycles or 0 for row in found), sum(row.accepted or 0 for row in found)
+        length = server.simulated.length
+        try:
+            simulated_acceptance.check_simulated(server.config_name, length, cycles, accepted, len(found))
+        except ValueError:
+            for path in earlier_paths:
+                path.unlink()
+            raise
     atomic.write_json(_locate_times(folder, server, load, repeat), times.model_dump())
-
-
-def _check_simulated(
-    work: ServedCellContext, server: MeasuredServer, length: float, times: ServedTimes, earlier_paths: list[Path]
-) -> None:
-    """Judge a load together with the server's earlier ones at `earlier_paths`: one alone may have too few cycles to tell.
-
-    A killed run may have written them.
-
-    Raises:
-        ValueError: if they did not accept as many tokens as the server was told to. `earlier_paths` are deleted then.
-    """
-    all_times = [times, *(_read_times(work, path) for path in earlier_paths)]
-    rows = [row for load_times in all_times for point in load_times.points for row in point.requests]
-    cycles, accepted = sum(row.cycles or 0 for row in rows), sum(row.accepted or 0 for row in rows)
-    try:
-        simulated_acceptance.check_simulated(server.config_name, length, cycles, accepted, len(rows))
-    except ValueError:
-        for path in earlier_paths:
-            path.unlink()
-        raise
 
 
 def _join_repeats(all_times: list[ServedTimes]) -> ServedTimes:

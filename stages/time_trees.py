@@ -11,10 +11,8 @@ A block draft is timed on the trees of the grid that are no deeper than its bloc
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import cast
@@ -36,17 +34,6 @@ from stages.telemetry.run_stage import run_stage
 
 ANSWERS_FOLDER = Path("data/sampled/eval")
 
-StartDecoding = Callable[[], Iterator[list[RequestUpdate]]]
-
-
-@dataclass(frozen=True)
-class TimedDecoding:
-    """A decoding of all prompts, and which of its steps are timed: a step is a cycle, or a step of plain decoding."""
-
-    start: StartDecoding
-    warmup: int  # untimed steps after prefill
-    count: int  # timed steps after those
-
 
 def main(name: str) -> None:
     p = stage_inputs.read_params("time_trees", name)
@@ -55,14 +42,17 @@ def main(name: str) -> None:
     target, s = manifest.read_manifest(), p.time_trees
     prompts = _build_prompts(s.context, max(s.batches), target.image_token_id)
     engine, loaded = _build_engine(p, target, name)
-    trees = _select_trees(loaded, s, name)
+    depth = get_files(loaded.family).describe(loaded.config).depth  # of a block
+    trees = s.list_block_trees(name, depth) if depth else s.list_trees()
     _check_positions(s, trees, target.max_position_embeddings)
 
     plain, grid, spreads = [], [], []
     timed_from, process_from = time.perf_counter(), time.process_time()
     for batch in s.batches:  # one after the other: caches and CUDA graphs are of one batch
-        steps, *cycles = _time_decodings(_list_decodings(engine, prompts[:batch], trees, s), s.repeats)
-        spreads.append(_measure_spread(steps, s.repeats))
+        steps, *cycles = _time_decodings(engine, prompts[:batch], trees, s)
+        count = len(steps) // s.repeats
+        medians = [median(steps[start : start + count]) for start in range(0, len(steps), count)]
+        spreads.append(max(medians) / min(medians) - 1)  # of the slowest round's median step above the fastest's
         plain.append(
             timing_grid.PlainStepTime(batch=batch, **timing_grid.summarise_times("step_s", steps, estimate_median))
         )
@@ -135,8 +125,7 @@ def _check_positions(s: TimeTrees, trees: list[TreeShape], positions: int) -> No
     if needed > positions:
         raise ValueError(
             f"time_trees needs {needed} positions (context, warmup and cycles of the deepest tree, {longest.name}), the target "
-            f"holds {positions}; lower time_trees.context or cycles, or time trees that are less deep (time_trees.num_steps; the "
-            "chain of a block draft is as deep as its block_size)"
+            f"holds {positions}; lower time_trees.context or cycles, or time trees that are less deep (time_trees.num_steps)"
         )
 
 
@@ -156,70 +145,39 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
     return build_engine(p, name, model, target, p.target.device, [])
 
 
-def _select_trees(loaded: LoadedDraft, s: TimeTrees, name: str) -> list[TreeShape]:
-    """Return the grid's trees that the draft can grow. Raises ValueError where a block leaves too few for a fit."""
-    depth = get_files(loaded.family).describe(loaded.config).depth
-    return s.list_block_trees(name, depth) if depth else s.list_trees()
-
-
-def _list_decodings(
+def _time_decodings(
     engine: Engine, prompts: list[list[int]], trees: list[TreeShape], s: TimeTrees
-) -> list[TimedDecoding]:
-    """Return plain decoding, with as many steps as the deepest tree commits tokens at most, and the decodings with trees."""
+) -> list[list[float]]:
+    """Return the seconds of the timed steps over all rounds: of plain decoding, then of each tree.
+
+    Plain decoding has as many steps as the deepest tree commits tokens at most.
+    """
     deepest = 1 + max(tree.num_steps for tree in trees)
-    return [
-        _make_decoding(engine, prompts, None, s.warmup * deepest, s.cycles * deepest),
-        *(_make_decoding(engine, prompts, tree, s.warmup, s.cycles) for tree in trees),
-    ]
-
-
-def _make_decoding(
-    engine: Engine, prompts: list[list[int]], tree: TreeShape | None, warmup: int, count: int
-) -> TimedDecoding:
-    """Return a decoding of all prompts at once, plain without a tree."""
-    tokens = _count_asked_tokens(tree, warmup + count)
-    requests = [DecodeRequest(prompt, tokens) for prompt in prompts]
-    return TimedDecoding(partial(_decode_together, engine, requests, tree), warmup, count)
-
-
-def _decode_together(
-    engine: Engine, requests: list[DecodeRequest], tree: TreeShape | None
-) -> Iterator[list[RequestUpdate]]:
-    """Yield once when all prompts are read, then after each pass over all of them."""
-    with closing(
-        cast(Generator[list[RequestUpdate], None, None], engine.decode_batch(requests, len(requests), tree))
-    ) as updates:
-        for _ in range(len(requests)):  # that they begin, and the prefills but the last
-            next(updates)
-        yield from updates
-
-
-def _time_decodings(decodings: list[TimedDecoding], repeats: int) -> list[list[float]]:
-    """Return the seconds of each decoding's timed steps over all rounds."""
+    decodings = [(None, s.warmup * deepest, s.cycles * deepest), *((tree, s.warmup, s.cycles) for tree in trees)]
     seconds: list[list[float]] = [[] for _ in decodings]
-    for number in range(repeats):
+    for number in range(s.repeats):
         order = range(len(decodings))
         for index in order if number % 2 == 0 else reversed(order):
-            seconds[index] += list(_time_steps(decodings[index]))
+            seconds[index] += list(_time_steps(engine, prompts, *decodings[index]))
     return seconds
 
 
-def _measure_spread(seconds: list[float], repeats: int) -> float:
-    """Return by how much the median step of the slowest round is above that of the fastest, as a share."""
-    count = len(seconds) // repeats
-    medians = [median(seconds[start : start + count]) for start in range(0, len(seconds), count)]
-    return max(medians) / min(medians) - 1
+def _time_steps(
+    engine: Engine, prompts: list[list[int]], tree: TreeShape | None, warmup: int, count: int
+) -> Iterator[float]:
+    """Yield the seconds from step to step of all prompts at once; a step is a cycle, or one of plain decoding without a tree.
 
-
-def _time_steps(timed: TimedDecoding) -> Iterator[float]:
-    """Yield the seconds from step to step; a step ends when its tokens are read, while the next may already run."""
-    # Closed at once, so that the next decoding reuses its caches.
-    with closing(cast(Generator[list[RequestUpdate], None, None], timed.start())) as steps:
-        for _ in range(1 + timed.warmup):  # prefill, then first steps, which may allocate and pick kernels
-            next(steps)
+    A step ends when its tokens are read, while the next may already run.
+    """
+    requests = [DecodeRequest(prompt, _count_asked_tokens(tree, warmup + count)) for prompt in prompts]
+    updates = cast(Generator[list[RequestUpdate], None, None], engine.decode_batch(requests, len(requests), tree))
+    with closing(updates):  # at once, so that the next decoding reuses its caches
+        # That they begin, their prefills, then first steps, which may allocate and pick kernels.
+        for _ in range(1 + len(requests) + warmup):
+            next(updates)
         last = time.perf_counter()
-        for _ in range(timed.count):
-            next(steps)
+        for _ in range(count):
+            next(updates)
             previous, last = last, time.perf_counter()
             yield last - previous
 

@@ -104,7 +104,7 @@ LONG = [
     "test_reruns", "test_real_server", "test_security", "test_run", "test_benchmark_served", "test_batch_decode",
     "test_dvc_graph", "test_import_draft", "test_recipes", "test_train_block_drafts", "test_sampled_drafts",
     "test_interrupted_runs", "test_dvc_remote", "test_bad_input", "test_sample_target", "test_sampling",
-    "test_prepare_prompts", "test_beside_the_baseline", "test_lossless", "test_extract_hiddens", "test_load_generator",
+    "test_prepare_prompts", "test_beside_the_baseline", "test_extract_hiddens", "test_load_generator",
     "test_benchmark_loads", "test_decode", "test_printed_taus", "test_reproduce", "test_replay",
     "test_sample_pictures", "test_replay_blocks", "test_import_block_drafts", "test_in_a_browser",
     "test_workspaces", "test_costs", "test_values", "test_page", "test_benchmark", "test_check_overfit",

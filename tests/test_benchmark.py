@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.cells import metrics, stopping, table
+from stages.cells import metrics, table
 from stages.cells.cell import TORCH_ENGINE, Cell, PooledSpeedup
 from stages.cells.table import TableLine
 from stages.measuring import torch_context, torch_loads
@@ -103,15 +103,6 @@ def test_repeats_end_when_the_speedup_is_known_or_the_budget_is_spent(
     assert capsys.readouterr().out.count("wanted ±0.0%") == 4
     half = (line.row.speedup_high - line.row.speedup_low) / 2 / line.row.speedup
     assert spent.half_width == pytest.approx(half, rel=1e-12) and half > 1e-6
-
-
-def test_a_speedup_that_is_known_ends_the_repeats_but_not_before_the_third(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    halves = iter([0.01, 0.02, 0.06, None, 0.05])
-    monkeypatch.setattr(stopping, "measure_pooled_half_width", lambda found: next(halves))
-    found = measured(project, "eval", until={"half_width": 0.05, "most_repeats": 8}).point.stopping
-    assert found.model_dump() == {"repeats": 5, "rule": "half_width", "half_width": 0.05}
 
 
 def test_on_a_cpu_each_answer_has_its_processs_own_time(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

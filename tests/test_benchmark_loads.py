@@ -41,13 +41,6 @@ def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
     return Cell.read("torch", name, *NAMES).model_dump()
 
 
-def measure_prompt_by_prompt(project: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
-    """The rows of the same workload, one prompt at a time."""
-    edit_workload(project, name, **changes)
-    benchmark.main(name, *NAMES)
-    return Cell.read("torch", name, *NAMES).model_dump()["points"][0]["requests"]
-
-
 def list_counts(point: dict[str, Any], *keys: str) -> list[tuple[Any, ...]]:
     names = ("id", "repeat", "turn", "prompt_tokens", "output_tokens", "finish_reason", *keys)
     return [tuple(row[k] for k in names) for row in point["requests"]]
@@ -55,7 +48,7 @@ def list_counts(point: dict[str, Any], *keys: str) -> list[tuple[Any, ...]]:
 
 def test_a_sweep_equals_decoding_prompt_by_prompt(project: Path) -> None:
     """Of each load the same answers, drafts and cycles; of the plain ones the same answers."""
-    rows = measure_prompt_by_prompt(project, "eval", repeats=2)
+    rows = measured(project, "eval", repeats=2)["points"][0]["requests"]
     found = measured(project, "eval", concurrency=[1, 2, 64], repeats=2)
     assert [p["concurrency"] for p in found["points"]] == [1, 2, 64]
     drafts = ("cycles", "accepted")
@@ -126,7 +119,7 @@ def test_clocks_are_in_order_and_no_more_are_under_way_than_asked_for(project: P
 
 def test_sampled_answers_of_loads_equal_those_prompt_by_prompt(project: Path) -> None:
     sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "repeats": 2}
-    rows = measure_prompt_by_prompt(project, "eval", **sampling)
+    rows = measured(project, "eval", **sampling)["points"][0]["requests"]
     (point,) = measured(project, "eval", concurrency=3, **sampling)["points"]
     assert list_counts(point, "cycles", "accepted") == list_counts({"requests": rows}, "cycles", "accepted")
     assert len({r["answer"] for r in point["requests"]}) > 5

@@ -177,7 +177,7 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(
     for row in list(reader.read_rows(small_run / "data/hiddens/eval"))[:2]:
         prompt, answer = row.ids[: row.prompt_length].tolist(), row.ids[row.prompt_length :].tolist()
         steps = list(engine.decode_speculative(prompt, len(answer), TreeShape(6, 2, 12)))
-        assert [t for step in steps for t in step.tokens] == answer  # plain decoding's: test_lossless
+        assert [t for step in steps for t in step.tokens] == answer  # plain decoding's
         answers = ReplayBatch.collate([row], torch.device("cpu"))
         accepted, cycles, *_ = replay_answers(draft, engine.embedding, answers, [TreeShape(6, 2, 12)])
         assert (accepted.item(), cycles.item()) == (sum(s.num_accepted for s in steps[1:]), len(steps) - 1)

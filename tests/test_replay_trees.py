@@ -24,7 +24,6 @@ from stages.engine.decode import Engine
 from stages.hidden_states import shard_plan
 from stages.measuring import torch_context
 from stages.params import schema
-from stages.params.tree_shape import TreeShape
 from stages.target import manifest
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
@@ -244,12 +243,6 @@ def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
         "drafts/e003/draft is for a target of 12 tokens and width 16, expected tiny's 9 and 16; train or import a draft for "
         "this target"
     )
-
-
-# Rows taken together, as memory allows
-
-
-NARROW, WIDE = TreeShape(4, 2, 8), TreeShape(4, 3, 8)
 
 
 def test_hidden_states_of_another_target(project: Path) -> None:

@@ -28,7 +28,7 @@ def load_of(accepted: dict[str, int]) -> LoadResult:
                 f"{name}#0", 0.0, 0.0, 1.0, [(0.5, 1), (1.0, 9)], True, 3, 10, "stop", None, counts=counts
             )
         )
-    return LoadResult("sglang", records, 1, {}, [], None, {})
+    return LoadResult("sglang", records, 1, {}, [])
 
 
 def acceptance_of(repeats: list[dict[str, int]], prompts: str = "gsm8k") -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The timing grid of the torch engine on a tiny target: every tree in every round, and what can't be timed is refused."""
 
-import itertools
 import json
 import shutil
 from collections import Counter
@@ -15,8 +14,6 @@ from stages.cells import cost_fit, timing_grid
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, RequestUpdate
 from stages.params import schema
-from stages.params.tree_shape import TreeShape
-from stages.target import manifest
 from tests.conftest import edit_params
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -109,22 +106,6 @@ def test_several_sequences_are_timed_at_once(project: Path, monkeypatch: pytest.
     assert passes.count({0, 1, 2}) == 3 * 3 * (len(trees) + 7)  # rounds of 1 + 2 passes, plain ones 7 times as many
     whole = time_trees._build_prompts(24, 1, None)[0]  # all there is
     assert [one for prompt in time_trees._build_prompts(16, 3, None) for one in prompt] == [*whole, *whole]
-
-
-def test_one_sequence_is_decoded_as_it_is_alone(project: Path) -> None:
-    """What is timed at batch 1 are the cycles of `decode_speculative` and the steps of `decode_plain`, one by one."""
-    p = schema.load_params()
-    engine, _ = time_trees._build_engine(p, manifest.read_manifest(), "e000")
-    (prompt,) = time_trees._build_prompts(16, 1, None)
-    for tree in (None, TreeShape.parse("t3_2_8")):
-        steps = engine.decode_speculative(prompt, 1 + 3 * 4, tree) if tree else engine.decode_plain(prompt, 1 + 3)
-        alone = [(step.tokens, step.num_accepted) for step in itertools.islice(steps, 4)]
-        timed = time_trees._make_decoding(engine, [prompt], tree, 1, 2).start()
-        together = [
-            [(number, step.tokens, step.num_accepted) for number, step in update]
-            for update in itertools.islice(timed, 4)
-        ]
-        assert together == [[(0, *step)] for step in alone]
 
 
 def test_no_end_token_stops_the_clock(project: Path) -> None:

@@ -26,6 +26,7 @@ DEFINITIONS = "docs/metrics.md, version 3"
 PLAIN, SPECULATIVE = "plain", "speculative"  # the kinds of decoding
 TORCH_ENGINE = "torch"
 RAN, UNSUPPORTED, SKIPPED = "ran", "unsupported", "skipped"
+SAMPLING_KEYS = {"temperature", "top_p", "top_k", "seed"}  # of a workload, which a cell has too
 
 Hardware = dict[str, str | int]  # cpu, threads, system, python, gpu, num_gpus_total; what is not known is left out
 

@@ -17,18 +17,13 @@ from stages.trees import accept_length
 
 
 def pool_acceptance(
-    counts: Sequence[AcceptanceCounts], cluster_names: Sequence[str] | None, num_steps: int, num_draft_tokens: int
+    counts: Sequence[AcceptanceCounts], cluster_names: Sequence[str], num_steps: int, num_draft_tokens: int
 ) -> Acceptance:
-    """Pool the counts of requests [N]. Without `cluster_names` [N] there is no interval of tau.
-
-    The node accept rate is a share of the drafts verified, without the root.
-    """
+    """Pool the counts of requests [N]. The node accept rate is a share of the drafts verified, without the root."""
     accepted, cycles = (np.array([count[i] for count in counts], dtype=np.int64) for i in (1, 0))
-    tau, ends = accept_length.compute_tau(accepted, cycles), None
-    if cluster_names is not None:
-        by_cluster = [interval.sum_by_cluster(cluster_names, values) for values in (accepted, cycles)]
-        ends = interval.compute_tau_interval(by_cluster[0], by_cluster[1], num_steps)
-    low, high = ends or (None, None)
+    tau = accept_length.compute_tau(accepted, cycles)
+    by_cluster = [interval.sum_by_cluster(cluster_names, values) for values in (accepted, cycles)]
+    low, high = interval.compute_tau_interval(by_cluster[0], by_cluster[1], num_steps) or (None, None)
     passes, drafts = int(cycles.sum()), int(accepted.sum())
     histogram = np.zeros(num_steps + 1, dtype=np.int64)
     for count in counts:  # of at most S + 1 numbers each

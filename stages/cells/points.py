@@ -5,7 +5,7 @@ A point is one answer length at one concurrency. Its records are nested lists: o
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from stages.cells import interval, metrics
@@ -41,31 +41,24 @@ def list_throughputs(repeats: RepeatRecords) -> list[float | None]:
     return [latency.summarise_load(latency.join_turns(turns)).output_throughput for turns in repeats]
 
 
-def grade_first_turns(
-    repeats: RepeatRecords, references: Mapping[str, str], decode_text: Callable[[RequestRecord], str]
-) -> list[bool | None]:
-    """Return whether each answer is right, in the order of `list_requests`; None for later turns and for failed requests."""
-    return [
-        None
-        if turn or record.failure_reason
-        else grade.grade_answer(references[record.question_id], decode_text(record))
-        for _, turn, record in list_requests(repeats)
-    ]
-
-
 def build_point(
     load: Load,
     request_rate: float | str,
     repeats: RepeatRecords,
     acceptance: Acceptance | None,
     warnings: list[str],
-    grades: Sequence[bool | None] = (),
     references: Mapping[str, str] | None = None,
+    decode_text: Callable[[RequestRecord], str] = lambda record: record.text,
     **more: Any,
 ) -> LoadPoint:
-    """Return a point. `request_rate` is in requests/s, or "inf"; `grades` as `grade_first_turns` has them, none if not graded."""
-    requests = list_requests(repeats)
-    marks = list(grades) or [None] * len(requests)
+    """Return a point. `request_rate` is in requests/s, or "inf". With `references` the answers of first turns are graded."""
+    requests, references = list_requests(repeats), references or {}
+    marks = [
+        grade.grade_answer(references[r.question_id], decode_text(r))
+        if references and not turn and not r.failure_reason
+        else None
+        for _, turn, r in requests
+    ]
     known = [correct for correct in marks if correct is not None]
     return LoadPoint(
         max_new_tokens=load.max_new_tokens,
@@ -73,7 +66,7 @@ def build_point(
         request_rate=request_rate,
         loads=[latency.summarise_load(latency.join_turns(turns)) for turns in repeats],
         acceptance=acceptance,
-        quality=grade.summarise_grades(next(iter((references or {}).values())), known) if known else None,
+        quality=grade.summarise_grades(next(iter(references.values())), known) if known else None,
         requests=[_make_request_row(request, correct) for request, correct in zip(requests, marks, strict=True)],
         warnings=warnings,
         **more,

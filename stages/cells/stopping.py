@@ -1,6 +1,6 @@
 """When a cell has been repeated often enough: docs/workloads.md, "until"."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -17,6 +17,17 @@ class RepeatRule:
     most: int
     # Of the speedup's interval, as a share of the speedup; None: `most` repeats whatever it is.
     half_width: float | None
+
+    def run(
+        self, measure_repeat: Callable[[int], None], measure_half: Callable[[], float | None], prints: bool = True
+    ) -> StoppingRecord:
+        """Measure repeats until one is the last; `measure_half` gives the half-width of all so far."""
+        ended, repeat = None, 0
+        while ended is None:
+            measure_repeat(repeat)
+            repeat += 1
+            ended = self.judge(repeat, measure_half(), prints)
+        return ended
 
     def judge(self, repeats: int, half_width: float | None, prints: bool = True) -> StoppingRecord | None:
         """Return why a measurement of this half-width ends after so many repeats; None while it goes on.

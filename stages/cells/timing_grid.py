@@ -126,7 +126,7 @@ def read_serving_costs(workload: str, model: str) -> list[TimingGrid]:
     path = locate_serving_costs(workload)
     grids = ServingCosts.read_json(path, f"serving_costs@{workload}", COST_DEFINITIONS).grids
     for grid in grids:
-        _check_owner(path, grid.stage, "drafts of the target", grid.target and grid.target[0], model)
+        _check_owner(path, grid.stage, "drafts of the target", grid.target[0] if grid.target else None, model)
     return grids
 
 
@@ -135,7 +135,7 @@ def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:
     path, stage = locate_timing_grid("torch", checkpoint), f"time_trees@{checkpoint}"
     found = TimingGrid.read_json(path, stage, COST_DEFINITIONS)
     _check_owner(path, stage, "the draft of checkpoint", found.checkpoint, checkpoint)
-    _check_owner(path, stage, "drafts of the target", found.target and found.target[0], model)
+    _check_owner(path, stage, "drafts of the target", found.target[0] if found.target else None, model)
     return found
 
 

@@ -38,9 +38,8 @@ class SlotPool:
         limit, window = self.max_length, self.sliding_window
         if window is not None and tokens > window and self.is_multimodal:
             raise ValueError(
-                f"prompt and answer may take {tokens} tokens, and layers of this target see {window} (sliding_window), which "
-                "the torch engine does not decode with where the target is multimodal; use shorter prompts, or measure this "
-                "target by benchmark_served"
+                f"prompt and answer may take {tokens} tokens, a multimodal target with a sliding window decodes {window} at most "
+                "in the torch engine; use shorter prompts, or benchmark_served"
             )
         if tokens > limit:
             raise ValueError(
@@ -144,24 +143,21 @@ class SlotPool:
 
     def take_state(self, slots: CacheSlots, path_length: int) -> DecodeState:
         """Return the slots' state for paths of `path_length`, all of them free."""
-        if path_length not in slots.states:
-            slots.states[path_length] = self._allocate_state(slots.num_slots, path_length)
-        slots.free_slots(slots.states[path_length], slice(None))
-        return slots.states[path_length]
-
-    def _allocate_state(self, num_slots: int, path_length: int) -> DecodeState:
         axes, width = (self.drafter.rope_axes, self.drafter.feature_width) if self.drafter else ((), 0)
 
         def allocate(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(num_slots, *shape, dtype=dtype, device=self.device)
+            return torch.zeros(slots.num_slots, *shape, dtype=dtype, device=self.device)
 
-        return DecodeState(
-            cache_length=allocate(1),
-            num_verified=allocate(1),
-            output_length=allocate(1),
-            next_tokens=allocate(path_length),
-            features=allocate(path_length, width, dtype=self.model.dtype),
-            rope_positions=allocate(path_length, *axes),
-            rope_offset=allocate(1),
-            readback=allocate(1 + path_length),
-        )
+        if path_length not in slots.states:
+            slots.states[path_length] = DecodeState(
+                cache_length=allocate(1),
+                num_verified=allocate(1),
+                output_length=allocate(1),
+                next_tokens=allocate(path_length),
+                features=allocate(path_length, width, dtype=self.model.dtype),
+                rope_positions=allocate(path_length, *axes),
+                rope_offset=allocate(1),
+                readback=allocate(1 + path_length),
+            )
+        slots.free_slots(slots.states[path_length], slice(None))
+        return slots.states[path_length]

@@ -29,6 +29,7 @@ STEPS = 3  # drafts a cycle in the line that is printed; a block draft's are its
 SLOT_TOKENS = 1024
 QUESTION, ANSWER_TOKENS = "What is the weather like in winter?", 64
 TIMEOUT_S = 600.0
+LOG = gguf_files.FOLDER / "export.log"
 
 
 def main(checkpoint_name: str, folder: str, outtype: str) -> None:
@@ -41,8 +42,7 @@ def main(checkpoint_name: str, folder: str, outtype: str) -> None:
     record = _ask_server(params, str(files[0]), flags)
     if record.failure_reason or record.counts is None:
         raise ValueError(
-            f"llama-server does not draft with {files[1]}: {record.failure_message or 'it counts no drafts'}; its log is "
-            f"{_locate_log()}"
+            f"llama-server does not draft with {files[1]}: {record.failure_message or 'it counts no drafts'}; its log is {LOG}"
         )
     print(
         f"llama-server answers with both: {record.output_tokens} tokens in {record.counts.cycles} cycles, "
@@ -97,16 +97,11 @@ def _ask_server(params: schema.Params, target: str, flags: list[str]) -> Request
     port = free_port.find_free_port()
     line = server.build_server_command(ENGINE, target, port, t.dtype, t.device, t.trust_remote_code)
     line += [*server.format_flags(server.build_slot_flags(1, SLOT_TOKENS, t.num_threads)), *flags]
-    log = _locate_log()
-    with server.ServerProcess(ENGINE, line, port, log, TIMEOUT_S, section="aerie export") as own:
+    with server.ServerProcess(ENGINE, line, port, LOG, TIMEOUT_S, section="aerie export") as own:
         load = load_generator.run_load(
             own.base_url, target, [request], Arrivals(math.inf, 1, 0), TIMEOUT_S, [], "aerie export", engine=ENGINE
         )
         return asyncio.run(load).records[0]
-
-
-def _locate_log() -> Path:
-    return gguf_files.FOLDER / "export.log"
 
 
 if __name__ == "__main__":

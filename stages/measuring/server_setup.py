@@ -109,10 +109,9 @@ def samples_drafts(work: ServedCellContext, measured: MeasuredServer) -> bool:
 
 def explain_unsupported(work: ServedCellContext, measured: MeasuredServer, draft_config: dict[str, Any]) -> str | None:
     """Return why the engine can't run this cell; None if it can."""
-    engine, draft, reason = work.params.benchmark_served.engine, measured.draft, None
-    if draft:
-        shape = parse_shape(measured.tree_name or "")
-        reason = engine_flags.explain_unsupported(engine, shape, draft_config)
+    engine, reason = work.params.benchmark_served.engine, None
+    if measured.draft:
+        reason = engine_flags.explain_unsupported(engine, parse_shape(measured.tree_name or ""), draft_config)
         if not reason and engine_flags.find_first_version(engine, draft_config):
             version = measured_server.find_engine_version(build_server_plan(work))
             reason = engine_flags.explain_old_version(engine, version, draft_config)
@@ -134,9 +133,9 @@ def check_positions(work: ServedCellContext, measured: MeasuredServer, draft_con
     for name, positions in (("the target", target), ("the draft", draft_config.get("max_position_embeddings", target))):
         if positions < required:
             raise ValueError(
-                f"{name} holds {positions} positions (max_position_embeddings), expected at least {required}: the longest "
-                f"prompt of workload {work.workload_name}, its answer and a tree. Lower max_new_tokens or choose shorter "
-                "prompts; a draft's is init_draft.max_position_embeddings, and rope allows more without training again"
+                f"{name} holds {positions} positions (max_position_embeddings), expected at least {required} for the longest "
+                f"prompt of {work.workload_name}, its answer and a tree; lower max_new_tokens, choose shorter prompts, or raise "
+                "init_draft.max_position_embeddings, which needs no training again"
             )
 
 

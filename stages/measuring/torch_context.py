@@ -64,8 +64,10 @@ def build_context(
     folder = manifest.resolve_weights_folder(manifest.read_manifest())
     # Images are decoded before any clock runs, since a server's client sends them decoded too.
     images = vision.load_image_patches(folder, params.target.trust_remote_code, paths)
-    engine = _build_engine(params, workload, checkpoint_name, ranks)
-    tokenizer = _load_needed_tokenizer(params, workload, prompts)
+    engine, tokenizer = _build_engine(params, workload, checkpoint_name, ranks), None
+    if workload.grade or prompts["later"].is_not_null().any():
+        template = manifest.read_manifest().chat_template
+        tokenizer = chat_template.load_tokenizer(folder, params.target.trust_remote_code, template)
     return TorchCellContext(params, workload, tree, ranks, engine, images, tokenizer, prompts, warmup, in_turns)
 
 
@@ -85,16 +87,6 @@ def _build_engine(
     head_check.check_drawn_logits(model, workload.temperature, target.logits_scale)
     end_tokens = [] if workload.ignore_eos else target.eos_token_ids
     return build_engine(params, checkpoint_name, model, target, ranks.device, end_tokens)[0]
-
-
-def _load_needed_tokenizer(params: schema.Params, workload: Workload, prompts: pl.DataFrame) -> Any:
-    """Return the tokenizer if answers are graded or have later turns, else None."""
-    if not workload.grade and not prompts["later"].is_not_null().any():
-        return None
-    target = manifest.read_manifest()
-    return chat_template.load_tokenizer(
-        manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
-    )
 
 
 def explain_unsupported(
@@ -138,10 +130,7 @@ def check_gpus(params: schema.Params) -> None:
 def measure_divergence_margin(
     work: TorchCellContext, turn: "QuestionTurn", output: list[int], plain_output: list[int]
 ) -> float | None:
-    """Return the target's logit margin where two answers part, None if they don't.
-
-    A near-tie is rounding, a wide margin a defect.
-    """
+    """Return the logit margin where two answers part, None if they do not: a near-tie is rounding, a wide one a defect."""
     if output == plain_output:
         return None
     shared = next(

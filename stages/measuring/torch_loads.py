@@ -18,11 +18,10 @@ from stages.measuring import torch_context
 from stages.measuring.torch_context import QuestionTurn, TorchCellContext
 from stages.params.tree_shape import Load
 from stages.prompts import workload_prompts
-from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.runtime import distributed
-from stages.serving import inprocess_load
 from stages.serving.latency import RequestRecord
 from stages.serving.load_checks import MIN_JUDGED_CYCLES
+from stages.serving.spec_counters import AcceptanceCounts
 
 KINDS_BY_MODE = {"both": (PLAIN, SPECULATIVE), "eagle": (SPECULATIVE,), "baseline": (PLAIN,)}
 
@@ -158,10 +157,23 @@ def _time_decoding(
     record = RequestRecord(f"{turn.question.id}#{turn.number}", ended=ends[-1], input_tokens=len(turn.ids))
     record.process_s = None if is_on_gpu else time.process_time() - process_started
     for step, end_s in zip(steps, ends, strict=True):
-        inprocess_load.add_step(record, step, end_s)
-    accepted = [step.num_accepted for step in steps]
-    inprocess_load.finish(record, work.engine, accepted, None if kind == PLAIN else work.tree)
+        _add_step(record, step, end_s)
+    _finish(work, kind, record, [step.num_accepted for step in steps])
     return record
+
+
+def _add_step(record: RequestRecord, step: DecodeStep, end_s: float) -> None:
+    record.events.append((end_s, len(step.tokens)))
+    record.ids += step.tokens
+
+
+def _finish(work: TorchCellContext, kind: str, record: RequestRecord, accepted: list[int]) -> None:
+    """Fill in what follows from the steps of an answer. `accepted`: draft tokens of each, of which the first is prefill."""
+    record.output_tokens = len(record.ids)
+    record.finish_reason = "stop" if record.ids[-1] in work.engine.end_tokens else "length"
+    if kind == SPECULATIVE:
+        histogram = [accepted[1:].count(length) for length in range(work.tree.num_steps + 1)]
+        record.counts = AcceptanceCounts(len(accepted) - 1, sum(accepted), True, histogram)
 
 
 def read_device_clock(device: str) -> float:
@@ -190,24 +202,39 @@ def _run_load(
     """
     ranks, slots = work.ranks, min(load.concurrency or len(turns), len(turns))
     turn_indices = [n for n in range(len(turns)) if n % slots % ranks.world == ranks.rank]
-    requests = {
-        f"{turns[n].question.id}#{turns[n].number}": _make_request(work, turns[n], load.max_new_tokens, repeat)
-        for n in turn_indices
-    }
-
-    def start_clock() -> float:
-        distributed.all_gather_lists(ranks, [])  # all processes start together
-        return read_device_clock(ranks.device)
-
-    own_slots = len(range(ranks.rank, slots, ranks.world))
+    requests = [_make_request(work, turns[n], load.max_new_tokens, repeat) for n in turn_indices]
+    records = [
+        RequestRecord(f"{turns[n].question.id}#{turns[n].number}", input_tokens=len(turns[n].ids)) for n in turn_indices
+    ]
+    engine, own_slots = work.engine, len(range(ranks.rank, slots, ranks.world))
     tree = None if kind == PLAIN else work.tree
-    records = inprocess_load.decode_load(work.engine, requests, own_slots, tree, start_clock)
+    if requests:
+        engine.warm_up(requests, own_slots, tree)
+        if engine.uses_cuda_graphs:  # prefill all prompts once, uncounted
+            list(engine.decode_batch([request._replace(max_new_tokens=1) for request in requests], own_slots, tree))
+    distributed.all_gather_lists(ranks, [])  # all processes start together
+    started = read_device_clock(ranks.device)
+    accepted: list[list[int]] = [[] for _ in records]
+    # A pass holds (request index, step); a step of None means that the request has taken a slot.
+    for steps in engine.decode_batch(requests, own_slots, tree) if requests else ():
+        now = time.perf_counter() - started
+        for index, step in steps:
+            if step is None:
+                records[index].sent = now
+            else:
+                _add_step(records[index], step, now)
+                accepted[index].append(step.num_accepted)
+    for record, counts in zip(records, accepted, strict=True):
+        record.ended = record.events[-1][0]
+        _finish(work, kind, record, counts)
     indexed = distributed.all_gather_lists(ranks, list(zip(turn_indices, records, strict=True)))
     return [record for _, record in sorted(indexed, key=lambda pair: pair[0])]
 
 
 def _make_request(work: TorchCellContext, turn: QuestionTurn, length: int, repeat: int) -> DecodeRequest:
-    question: WorkloadPrompt = turn.question
-    max_new_tokens = workload_prompts.compute_max_new_tokens(question.length_share, length)
+    question, max_new_tokens = (
+        turn.question,
+        workload_prompts.compute_max_new_tokens(turn.question.length_share, length),
+    )
     drawn = torch_context.make_sampling_params(work, question.id, repeat, turn.number)
     return DecodeRequest(turn.ids, max_new_tokens, work.images[question.id], drawn)

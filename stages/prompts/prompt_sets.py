@@ -68,12 +68,12 @@ def read_prompt_set(
             raise ValueError(f"{source}, {unit} {where}: {taken}")
         problems.append(problem)
     if malformed:
-        number, error = next(iter(malformed.items()))
+        first_row, reason = next(iter(malformed.items()))
         others = ""
         if len(malformed) > 1:
             others = f"; {json_lines.describe_numbers([*malformed], total, f'{unit}s are not of the format')}"
         fix = f"fix {'them' if others else 'it'}, or correct the set's format ({set_format or 'null'}) or columns"
-        raise ValueError(f"{source}, {unit} {number}: {error}{others}; {fix}")
+        raise ValueError(f"{source}, {unit} {first_row}: {reason}{others}; {fix}")
     if not problems:
         raise ValueError(f"{source}: expected rows of prompts, found none; give another file or dataset")
     return problems

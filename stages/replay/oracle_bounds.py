@@ -15,6 +15,8 @@ every node is kept whose score reaches one threshold: wide trees where the draft
 Letters: N positions, L of all answers, B answers, S num_steps, C candidates, G trees, Q thresholds.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,12 +42,9 @@ def find_fewest_cycles(acceptable: Tensor, counts: Tensor, num_steps: int) -> tu
     offsets, longest = counts.cumsum(0) - counts, int(counts.max())
     dtype, drafts = choose_integer_type(2 * longest), torch.arange(num_steps + 1, device=acceptable.device)
     unreachable = torch.iinfo(dtype).max  # never added to: accepting no draft is always possible, and costs less
-    best = torch.zeros(
-        len(acceptable), len(counts), dtype=dtype, device=acceptable.device
-    )  # [G, B] f from the first position on
-    ahead = torch.full(
-        (*best.shape, num_steps + 1), unreachable, dtype=dtype, device=acceptable.device
-    )  # f of the next S + 1 positions
+    on: dict[str, Any] = {"dtype": dtype, "device": acceptable.device}
+    best = torch.zeros(len(acceptable), len(counts), **on)  # [G, B] f from the first position on
+    ahead = torch.full((*best.shape, num_steps + 1), unreachable, **on)  # f of the next S + 1 positions
     ahead[..., 0] = 0  # the answer's end
     ahead[..., 1:2] = -1  # and beyond its bonus
     for remaining in range(1, longest + 1):  # positions from here to the answer's end

@@ -46,9 +46,8 @@ def classify_tokens(tokenizer: Any, ids: Iterable[int]) -> Tensor:
     special = set(tokenizer.all_special_ids)
     found = torch.zeros(distinct_ids[-1] + 1, dtype=torch.int64)
     for token in distinct_ids:
-        found[token] = TOKEN_CLASSES.index(
-            "structure" if token in special else classify_text(tokenizer.decode([token]))
-        )
+        name = "structure" if token in special else classify_text(tokenizer.decode([token]))
+        found[token] = TOKEN_CLASSES.index(name)
     return found
 
 
@@ -209,10 +208,9 @@ class TreeStatistics:
         self._count_cycles("context", [lengths[i] for i in _assign_buckets(root + 1, LENGTH_EDGES).tolist()], cycles)
         answer_buckets = _assign_buckets(cycles.root_position, LENGTH_EDGES)
         self._count_cycles("answer", [lengths[i] for i in answer_buckets.tolist()], cycles)
-        self._count_cycles("after", _name_token_classes(classes[ids[cycles.row, root]]), cycles)
-        self._count_cycles(
-            "expected_accepted", [str(int(expected)) for expected in probability.double().sum(1).tolist()], cycles
-        )
+        self._count_cycles("after", [TOKEN_CLASSES[i] for i in classes[ids[cycles.row, root]].tolist()], cycles)
+        expected = probability.double().sum(1).tolist()
+        self._count_cycles("expected_accepted", [str(int(accepted)) for accepted in expected], cycles)
         rank = torch.arange(1, probability.shape[1] + 1).expand_as(probability)
         self._count_nodes("depth", cycles.depth, str, cycles)
         self._count_nodes("sibling", cycles.sibling_rank, str, cycles)
@@ -237,9 +235,8 @@ class TreeStatistics:
 
     def _count_cycles(self, grouping: str, buckets: Sequence[str], cycles: TreeCycles) -> None:
         expected_accepted, nodes = cycles.path_probability.double().sum(1), cycles.path_probability.shape[1]
-        for bucket, expected, accepted in zip(
-            buckets, expected_accepted.tolist(), cycles.accepted.tolist(), strict=True
-        ):
+        counts = zip(buckets, expected_accepted.tolist(), cycles.accepted.tolist(), strict=True)
+        for bucket, expected, accepted in counts:
             self._count(grouping, bucket, 1, nodes, expected, accepted)
 
     def _count_nodes(self, grouping: str, buckets: Tensor, name: Callable[[int], str], cycles: TreeCycles) -> None:
@@ -256,9 +253,9 @@ class TreeStatistics:
     def _count_tokens(self, cycles: TreeCycles, root: Tensor, ids: Tensor, ends: Tensor, classes: Tensor) -> None:
         """Count each token of an answer but the first, which prefill samples, as an accepted draft or a bonus."""
         for row, start, accepted in zip(cycles.row.tolist(), root.tolist(), cycles.accepted.tolist(), strict=True):
-            names = _name_token_classes(classes[ids[row, start + 1 : min(start + 2 + accepted, int(ends[row]))]])
-            for index, name in enumerate(names):
-                self._count("token", name, int(index == accepted), 0, 0, int(index < accepted))
+            found = classes[ids[row, start + 1 : min(start + 2 + accepted, int(ends[row]))]]
+            for index, token_class in enumerate(found.tolist()):
+                self._count("token", TOKEN_CLASSES[token_class], int(index == accepted), 0, 0, int(index < accepted))
 
     def _count(self, grouping: str, bucket: str, *counts: float) -> None:
         self.counts.setdefault((grouping, bucket), np.zeros(len(COUNT_COLUMNS)))
@@ -276,10 +273,6 @@ def _name_buckets(edges: Sequence[float]) -> list[str]:
 def _assign_buckets(values: Tensor, edges: Sequence[float]) -> Tensor:
     """Return the index of each value's bucket between `edges`; a value on an edge is in the bucket above it."""
     return torch.bucketize(values, torch.tensor(edges[1:-1], dtype=values.dtype), right=True)
-
-
-def _name_token_classes(values: Tensor) -> list[str]:
-    return [TOKEN_CLASSES[i] for i in values.tolist()]
 
 
 def _make_sort_key(grouping: str, bucket: str) -> tuple[int, float, str]:

@@ -129,9 +129,8 @@ class ChatClient:
     attempts: int
     key: InitVar[str | None] = None
     engine: str | None = None
-    check: Callable[[], None] = lambda: (
-        None
-    )  # called after a failure, in a thread: it may restart servers of this machine
+    # Called after a failure, in a thread: it may restart servers of this machine.
+    check: Callable[[], None] = lambda: None
     first_backoff_s: float = FIRST_BACKOFF_S
     retries_by_reason: Counter[str] = field(default_factory=Counter)
 
@@ -141,11 +140,6 @@ class ChatClient:
         self._checker, self._checking = ThreadPoolExecutor(1), asyncio.Lock()
         self._http = http_session.HttpSession(self.model, self.timeout_s, PARAMS_SECTION, key)
         self._started_at = self._noted_at = time.monotonic()
-
-    @property
-    def longest_wait_s(self) -> float:
-        """Return the sum of the pauses between the attempts of a request while the only server can't be reached."""
-        return sum(_pause_s(self.first_backoff_s, times + 1) for times in range(self.attempts))
 
     async def __aenter__(self) -> "ChatClient":
         await self._http.__aenter__()
@@ -164,27 +158,22 @@ class ChatClient:
         """Say which servers can't be asked, at once: until the attempts end the stage would be silent."""
         note = "the other servers are asked meanwhile"
         if is_alone:
-            after = f"in about {self.longest_wait_s:.0f} s" if len(self.urls) == 1 else "when the attempts have ended"
+            longest_s = sum(_pause_s(self.first_backoff_s, times + 1) for times in range(self.attempts))
+            after = f"in about {longest_s:.0f} s" if len(self.urls) == 1 else "when the attempts have ended"
             note = f"unless a server answers, the run stops {after} ({PARAMS_SECTION}.attempts: {self.attempts})"
         _print_note(f"waiting for {urls}, which can't be asked yet: {error}; {note}")
 
     def _note_still_awaited(self, endpoint: Endpoint, error: BaseException) -> None:
         """Say that a server can't be asked yet, now and then, while none has been."""
-        now = time.monotonic()
-        if (
-            endpoint.is_awaited
-            and not any(e.engine for e in self.endpoints)
-            and now - self._noted_at >= NOTE_INTERVAL_S
-        ):
+        now, is_alone = time.monotonic(), not any(e.engine for e in self.endpoints)
+        if endpoint.is_awaited and is_alone and now - self._noted_at >= NOTE_INTERVAL_S:
             self._noted_at = now
             _print_note(f"still waiting for {endpoint.url}, {now - self._started_at:.0f} s so far: {error}")
         endpoint.is_awaited = True
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.__aexit__()
-        self._checker.shutdown(
-            wait=False, cancel_futures=True
-        )  # a server that is being started is stopped by its owner
+        self._checker.shutdown(wait=False, cancel_futures=True)  # its owner stops a server that is being started
 
     async def complete(self, body: Body, engine_fields: dict[str, Body] | None = None) -> ChatAnswer:
         """Return the answer to one request.
@@ -229,16 +218,13 @@ class ChatClient:
                 endpoint.in_flight -= 1
             endpoint.failures, endpoint.answered = 0, endpoint.answered + 1
             return answer
+        advice = "see to the servers"
+        if reason == "http 429":
+            advice = f"lower {PARAMS_SECTION}.concurrency, {self.concurrency}, the requests in flight over all servers,"
         raise ValueError(
-            f"no answer in {self.attempts} attempts, the last at {failure}; {self._advise(reason)} and run again: what was "
-            f"answered is kept. Or raise {PARAMS_SECTION}.attempts or timeout_s"
+            f"no answer in {self.attempts} attempts, the last at {failure}; {advice} and run again: what was answered is kept. "
+            f"Or raise {PARAMS_SECTION}.attempts or timeout_s"
         )
-
-    def _advise(self, reason: str) -> str:
-        """Return what to do about the `reason` for which the last attempt failed."""
-        if reason != "http 429":
-            return "see to the servers"
-        return f"lower {PARAMS_SECTION}.concurrency, {self.concurrency}, the requests in flight over all servers,"
 
     async def _check_servers(self) -> None:
         """Run `check` while other servers answer.

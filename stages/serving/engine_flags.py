@@ -109,7 +109,6 @@ def find_first_version(engine: str, config: dict[str, Any]) -> str | None:
 
 
 def _find_change(engine: str, config: dict[str, Any]) -> str | None:
-    """Return the change of an engine that a draft needs, by its name."""
     if find_family(config) is DFLASH2 and engine != "llama.cpp":
         return f"DFlash2 in {engine}"
     is_early = config.get("use_sliding_window") and config.get("is_causal") is False and engine == "sglang"
@@ -133,9 +132,7 @@ def samples_drafts(
     vLLM does so if told by draft_sample_method; SGLang with DFlash2 does, and with DSPARK unless told otherwise, its other
     algorithms if told; neither for requests of top_k 1. `flags` are those of the server, `environment` its variables.
     """
-    if top_k == 1:
-        return False
-    if engine == "llama.cpp":
+    if top_k == 1 or engine == "llama.cpp":
         return False
     if engine == "vllm":
         return re.search(r"draft_sample_method\W+probabilistic", " ".join(flags)) is not None
@@ -183,13 +180,6 @@ def _list_sglang_settings(draft: ServedDraft) -> dict[str, Any]:
     if draft.algorithm in ALGORITHMS:  # SGLang sets num_steps and topk of a block to 1 itself
         return named | width
     return named | {"speculative_num_steps": draft.num_steps, "speculative_eagle_topk": draft.topk} | width
-
-
-def build_acceptance_flags(engine: str, version: str | None) -> list[str]:
-    """Return the flags by which a server that drafts reports the accepted drafts of each request."""
-    if engine_versions.has_change("acceptance per request", engine, version):
-        return ["--per-request-spec-decode-metrics", "summary"]  # refused by a server without a draft
-    return []
 
 
 def build_setup_command(setup: ServerSetup, port: int, program: list[str], version: str | None = None) -> list[str]:
@@ -297,15 +287,6 @@ def check_server_info(
             )
 
 
-@dataclass(frozen=True)
-class ReportedMemory:
-    """Memory as a server reports it; None for what it doesn't report."""
-
-    weights: float | None  # GiB
-    kv_cache: float | None  # GiB
-    kv_tokens: int | None  # that the cache holds
-
-
 def _read_max_graph_batch(info: dict[str, Any]) -> int | None:
     """Return the largest batch with CUDA graphs; None if it uses none, or doesn't report it."""
     decode = (info.get("cuda_graph_config") or {}).get("decode") or {}
@@ -313,6 +294,15 @@ def _read_max_graph_batch(info: dict[str, Any]) -> int | None:
         return None
     captured = decode.get("bs") or []
     return max(captured) if captured else decode.get("max_bs")
+
+
+@dataclass(frozen=True)
+class ReportedMemory:
+    """Memory as a server reports it; None for what it doesn't report."""
+
+    weights: float | None  # GiB
+    kv_cache: float | None  # GiB
+    kv_tokens: int | None  # that the cache holds
 
 
 def read_server_memory(info: dict[str, Any]) -> ReportedMemory:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VERSION_TIMEOUT_S = 120.0  # vLLM imports torch to say its version
+OLDEST_VLLM = (0, 30)
 
 
 @dataclass(frozen=True)
@@ -23,22 +24,21 @@ class Change:
 
 
 CHANGES = {
-    # Before: benchmark_served.server.command: [PYTHON, -m, sglang.launch_server].
-    "serve command": Change("sglang", (0, 5, 5), "`sglang serve`"),
     # Before: --cuda-graph-max-bs, which 0.5.23 refuses as ambiguous.
     "decode graphs": Change("sglang", (0, 5, 14), "--cuda-graph-max-bs-decode"),
-    # 0.5.10 and 0.5.11 say spec_accept_histogram, 0.5.12 to 0.5.22 both, older ones spec_verify_ct alone.
-    "histogram of correct drafts": Change("sglang", (0, 5, 12), "spec_correct_drafts_histogram"),
-    "launch command": Change("sglang", (0, 5, 23), "`launch_command` in /server_info"),
-    # Before, the counters in /metrics are all there is: vllm_counters.py.
-    "acceptance per request": Change("vllm", (0, 30), "--per-request-spec-decode-metrics"),
     # Before, its tensors are skipped, or the server does not start.
     "DFlash2 in sglang": Change("sglang", (0, 5, 23), "DFlash2DraftModel"),
     "DFlash2 in vllm": Change("vllm", (0, 33), "DFlash2DraftModel"),
     # Before, sliding layers are causal whatever is_causal says.
     "is_causal of windows in sglang": Change("sglang", (0, 5, 23), "is_causal: false of layers with a sliding window"),
-    "synthetic acceptance": Change("vllm", (0, 30), "`rejection_sample_method: synthetic` in --speculative-config"),
 }
+
+
+def check_vllm(engine: str, version: str | None) -> None:
+    """Raise ValueError for a vLLM that does not report the accepted drafts of each request."""
+    if engine == "vllm" and () < parse_release(version or "") < OLDEST_VLLM:
+        raise ValueError(f"vLLM {version} does not count accepted drafts by request, expected 0.30 or later; install that "
+                         "(make serving-env), or name another server in benchmark_served.server")  # fmt: skip
 
 
 def has_change(name: str, engine: str, version: str | None) -> bool:
@@ -48,11 +48,9 @@ def has_change(name: str, engine: str, version: str | None) -> bool:
 
 
 def parse_release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: (0, 5, 17) of 0.5.17.post1+cu130."""
+    """Return the numbers of a version: (0, 5, 17) of 0.5.17.post1+cu130; () without any, which is older than all others."""
     found = re.match(r"v?(\d+(?:\.\d+)*)", version)
-    if found is None:
-        raise ValueError(f"{version!r} is no version, expected numbers as in 0.5.17")
-    return tuple(map(int, found[1].split(".")))
+    return tuple(map(int, found[1].split("."))) if found else ()
 
 
 def find_version(engine: str, program: str) -> str | None:
@@ -66,12 +64,10 @@ def find_version(engine: str, program: str) -> str | None:
     folders = Path(path).absolute().parent.parent.glob(f"lib/python3*/site-packages/{engine}-*.dist-info")
     if found := next(folders, None):
         return found.name.removesuffix(".dist-info").partition("-")[2]
-    return _ask_version(path) if engine == "vllm" and Path(path).name == "vllm" else None
-
-
-def _ask_version(program: str) -> str | None:
+    if engine != "vllm" or Path(path).name != "vllm":
+        return None
     try:
-        completed = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S)
+        completed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     versions = re.findall(r"^v?(\d+\.\d[\w.+]*)$", completed.stdout, re.MULTILINE)

@@ -48,8 +48,8 @@ def check_free_memory(gpus: list[GpuMemory], mem_fraction: float) -> None:
         if free < mem_fraction * gpu.total:
             raise ValueError(
                 f"GPU {index} ({gpu.name}) has {format_gib(free)} of {format_gib(gpu.total)} free, expected at least "
-                f"{mem_fraction:g} of it (benchmark_served.server.mem_fraction): another process holds {format_gib(gpu.used)}. "
-                "End it (nvidia-smi names it), choose another GPU with CUDA_VISIBLE_DEVICES, or lower mem_fraction"
+                f"{mem_fraction:g} of it (benchmark_served.server.mem_fraction): another process holds {format_gib(gpu.used)}; "
+                "end it, choose another GPU (CUDA_VISIBLE_DEVICES), or lower mem_fraction"
             )
 
 
@@ -64,8 +64,7 @@ def check_weights_fit(weights: float, draft: float, cache_tokens: int, token_byt
     if capacity and weights + draft > capacity:
         raise ValueError(
             f"the target's weights are {format_gib(weights)} and the draft's {format_gib(draft)}, expected less than "
-            f"{format_gib(capacity)} (benchmark_served.server.mem_fraction of the GPU's memory, times tp); raise tp or "
-            "mem_fraction, or take a larger GPU"
+            f"{format_gib(capacity)} (mem_fraction of the memory, times tp); raise benchmark_served.server.tp or mem_fraction"
         )
 
 
@@ -79,9 +78,9 @@ def wait_for_release(gpus_before: list[GpuMemory]) -> float | None:
         if measurement_lock.has_other_servers():
             break
         if time.monotonic() > until:
+            before = format_gib(used_before or 0)
             print(
-                f"warning: {format_gib(used)} are still in use {RELEASE_S:g} s after the server's end, "
-                f"{format_gib(used_before or 0)} were before"
+                f"warning: {format_gib(used)} are still in use {RELEASE_S:g} s after the server's end, {before} were before"
             )
             break
         time.sleep(0.5)

@@ -64,7 +64,6 @@ class RequestRecord:
     counts: AcceptanceCounts | None = None  # by our definition
     process_s: float | None = None  # CPU time of the torch engine's process meanwhile, of all threads; None on a GPU
     divergence_margin: float | None = None  # between the target's two best logits where it parts from plain decoding's
-    pause_s: float = 0.0  # after it, while the client read the engine's counters: no part of the load
     # `output_tokens` are tokens; else pieces of text: the server sent neither usage nor token ids
     is_counted: bool = True
 
@@ -131,18 +130,6 @@ def summarise_distribution(values: list[float]) -> LatencyDistribution | None:
     if not values:
         return None
     return LatencyDistribution(float(np.mean(values)), *np.percentile(values, (50, 90, 99)).tolist())
-
-
-def remove_pauses(records: list[RequestRecord]) -> None:
-    """Shift requests that were sent one after the other to where they would have been without the pauses between them.
-
-    The records are changed in place; when they were due stays.
-    """
-    shift_s = 0.0
-    for r in sorted(records, key=lambda r: r.sent):
-        r.sent, r.ended = r.sent - shift_s, r.ended - shift_s
-        r.events = [(time_s - shift_s, tokens) for time_s, tokens in r.events]
-        shift_s, r.pause_s = shift_s + r.pause_s, 0.0
 
 
 def join_turns(turns: list[list[RequestRecord]]) -> list[RequestRecord]:

@@ -4,19 +4,13 @@ from typing import Any
 
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
-from stages.serving.spec_counters import AcceptanceCounts
 
 MIN_JUDGED_CYCLES = 100  # of a draft that has one in twenty accepted, 100 cycles without any are one load in 170
 
 
-def list_counts(load: LoadResult) -> list[AcceptanceCounts]:
-    """Return the acceptance counts of a load: vLLM's over all requests, else those of each request."""
-    return [load.counters] if load.counters else [r.counts for r in load.records if r.counts]
-
-
 def sum_counts(loads: list[LoadResult]) -> tuple[int, int]:
     """Return (verify cycles, accepted draft tokens)."""
-    counts = [c for load in loads for c in list_counts(load)]
+    counts = [r.counts for load in loads for r in load.records if r.counts]
     return sum(c.cycles for c in counts), sum(c.accepted for c in counts)
 
 
@@ -38,18 +32,17 @@ def check_drafts_accepted(
     cycles, accepted = sum_counts(loads)
     if cycles >= MIN_JUDGED_CYCLES and accepted == 0 and draft.family.segment:
         raise ValueError(
-            f"{server_name}: tau is exactly 1.00, no draft was accepted in {cycles} cycles. The engine drafts from something "
-            f"else than this draft: benchmark_served.server.algorithm is {draft.algorithm}, and with EAGLE SGLang leaves "
-            "out an EAGLE-3 draft's fusion of layers (expected EAGLE3); or the draft is another target's, or its tensors have "
-            "names that the engine passes over; or the target's own answers are noise there (SGLang 0.5.17 looks for lm_head in "
-            "a Qwen3-MoE with tied embeddings). Replay says what to expect: results/replay"
+            f"{server_name}: tau is exactly 1.00, no draft was accepted in {cycles} cycles, expected that of results/replay: "
+            f"benchmark_served.server.algorithm is {draft.algorithm} (EAGLE leaves out an EAGLE-3 draft's fusion; expected "
+            "EAGLE3), or the draft is another target's, or the engine passes over its tensors or the target's head"
         )
     if not cycles and not any(load.counting_errors for load in loads):
         tokens = sum(r.output_tokens for load in loads for r in load.records)
         if tokens > num_prompts * 2:
             raise ValueError(
-                f"{server_name}: the engine reports no accepted drafts; is speculation on? It reports the speculative "
-                f"algorithm {server_info.get('speculative_algorithm', 'unknown')}"
+                f"{server_name}: the engine reports no accepted drafts (speculative_algorithm: "
+                f"{server_info.get('speculative_algorithm', 'unknown')}); start it with this cell's flags, vLLM with "
+                "--per-request-spec-decode-metrics summary"
             )
 
 

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from stages.serving import http_session, latency, spec_counters
+from stages.serving import http_session, spec_counters
 from stages.serving.latency import RequestRecord
-from stages.serving.spec_counters import AcceptanceCounts, CounterReader, VllmCounters
 from stages.serving.sse import AnswerStream
 
 FLUSH_TIMEOUT_S = 30  # until a server is idle, so that it may drop its cache
@@ -52,11 +51,6 @@ class Arrivals:
     concurrency: int | None
     seed: int
 
-    @property
-    def is_one_by_one(self) -> bool:
-        """Return whether each request is sent when the one before has ended."""
-        return self.concurrency == 1 and math.isinf(self.rate)
-
     def sample_due_s(self, requests: int) -> np.ndarray:
         """Return the arrival times [N] of a Poisson process; the first is 0."""
         if math.isinf(self.rate):
@@ -74,7 +68,6 @@ class LoadResult:
     max_in_flight: int
     warmup_failed: dict[str, int]  # by reason
     counting_errors: list[str]  # why accepted drafts could not be counted
-    counters: AcceptanceCounts | None = None  # of all records together, where vLLM reports no single request
     engine_figures: dict[str, Any] = field(default_factory=dict)  # the engine's own, by its names
 
 
@@ -117,19 +110,10 @@ async def run_load(
             )
         if engine == "sglang":
             await _flush_cache(http, url)
-        reader = CounterReader(http, url) if engine == "vllm" else None
-        counters_before = await reader.read_settled() if reader else None
         generator = LoadGenerator(http, url, engine, check, on_request_end)
-        if counters_before and arrivals.is_one_by_one and not any("num_spec_steps" in r.engine_meta for r in warmed):
-            generator.reader, generator.last_counters = reader, counters_before
         records = await generator.send(requests, arrivals)
-        counters_after = await reader.read_settled() if reader else None
         warmup_failed = dict(sorted(Counter(str(r.failure_reason) for r in failed).items()))
         found = LoadResult(engine, records, generator.max_in_flight, warmup_failed, generator.counting_errors)
-        if counters_before and counters_after:
-            _add_counters(found, counters_before, counters_after)
-        elif counters_before or counters_after:
-            found.counting_errors.append("vLLM's /metrics could be read before the load or after it, not both times")
         if engine == "sglang":
             found.engine_figures = await _fetch_engine_figures(http, url)
     return found
@@ -146,8 +130,6 @@ class LoadGenerator:
     on_request_end: Callable[[], object] = lambda: None
     max_in_flight: int = 0
     counting_errors: list[str] = field(default_factory=list)
-    reader: CounterReader | None = None  # of requests that are sent one by one and not reported one by one
-    last_counters: VllmCounters | None = None
     _in_flight: int = 0
 
     async def send(self, requests: list[LoadRequest], arrivals: Arrivals) -> list[RequestRecord]:
@@ -164,19 +146,14 @@ class LoadGenerator:
                         if (wait_s := due_s - time.perf_counter()) > 0:
                             await asyncio.sleep(wait_s)
                         tasks.append(group.create_task(self._send_in_turn(gate, request, path, body, due_s)))
-        records = [task.result() for task in tasks]
-        latency.remove_pauses(records)
-        return records
+        return [task.result() for task in tasks]
 
     async def _send_in_turn(self, gate: Any, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
         async with gate:
             self._in_flight += 1
             self.max_in_flight = max(self.max_in_flight, self._in_flight)
             try:
-                record = await self._send_request(request, path, body, due)
-                if self.reader and "num_spec_steps" not in record.engine_meta:
-                    await self._count_from_counters(record, self.reader)
-                return record
+                return await self._send_request(request, path, body, due)
             finally:
                 self._in_flight -= 1
                 self.on_request_end()
@@ -204,17 +181,6 @@ class LoadGenerator:
             except ValueError as error:
                 self.counting_errors.append(f"{record.id}: {error}")
         return record
-
-    async def _count_from_counters(self, record: RequestRecord, reader: CounterReader) -> None:
-        """Count the drafts of a request that has just ended, before the next is sent."""
-        before, after = self.last_counters, None
-        if before and not record.failure_reason:
-            try:
-                after, record.counts = await reader.count_request(before, record.output_tokens)
-            except ValueError as error:
-                self.counting_errors.append(f"{record.id}: {error}")
-        self.last_counters = after or await reader.read_settled()
-        record.pause_s = time.perf_counter() - record.ended
 
 
 def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, bytes]:
@@ -301,17 +267,6 @@ async def _flush_cache(http: http_session.HttpSession, url: str) -> None:
             f"{url} did not flush its cache: HTTP {reply.status} {reply.excerpt()}; expected no running requests after the "
             "warm-up. Does another client use it?"
         )
-
-
-def _add_counters(load: LoadResult, before: VllmCounters, after: VllmCounters) -> None:
-    """Add vLLM's counts over all requests where those of single ones are not known, and its mean acceptance length."""
-    if not any(record.counts and record.counts.cycles for record in load.records):
-        try:
-            load.counters = spec_counters.subtract_counters(before, after)
-        except ValueError as error:
-            load.counting_errors.append(str(error))
-    if drafts := after.drafts - before.drafts:
-        load.engine_figures["mean_acceptance_length"] = 1 + (after.accepted - before.accepted) / drafts
 
 
 async def _fetch_engine_figures(http: http_session.HttpSession, url: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -140,9 +140,11 @@ class ServerPlan:
 
 
 def find_engine_version(plan: ServerPlan) -> str | None:
-    """Return the version of the engine that the plan starts; None where it can't be told."""
+    """Return the version of the engine that the plan starts; None where it can't be told. Raises ValueError for an old vLLM."""
     program = plan.program[0] if plan.program else server.locate_program(plan.setup.engine)
-    return engine_versions.find_version(plan.setup.engine, program)
+    version = engine_versions.find_version(plan.setup.engine, program)
+    engine_versions.check_vllm(plan.setup.engine, version)
+    return version
 
 
 @contextlib.contextmanager
@@ -180,15 +182,19 @@ def _open_group(
             stack.enter_context(ServerGroup([*running.values()]))
     opened: list[tuple[str, CheckServer]] = []
     for log, measured in group:
-        if measured.config_name not in running:
+        process = running.get(measured.config_name)
+        if process:
+            opened.append((process.base_url, process.check_alive))
+        else:
             opened.append((server_urls.strip_api_path(plan.base_urls[measured.config_name]), lambda: None))
-            asyncio.run(_identify_server(plan, measured, *opened[-1]))
-            continue
-        process = running[measured.config_name]
-        opened.append((process.base_url, process.check_alive))
         asyncio.run(_identify_server(plan, measured, *opened[-1]))
+        if process is None:
+            continue
         measured.weight_files_gib = plan.limit_reported_weights()
-        measured.info |= _describe_process(plan.setup.engine, log, os.environ | process.environment)
+        if plan.setup.engine == "vllm":
+            measured.info |= engine_flags.read_vllm_log(log.read_text(errors="replace"))
+        if variables := engine_flags.list_engine_variables(os.environ | process.environment):
+            measured.info["environment"] = variables
         if _needs_vision_patch(plan, measured):
             measured.notice = describe_outcome(log, str(measured.info.get("version")))
         # The driver reports memory by GPU, so servers that started at once share one figure.
@@ -211,8 +217,8 @@ def _prepare_process(plan: ServerPlan, measured: MeasuredServer, log: Path) -> s
     command = engine_flags.build_setup_command(setup, port, plan.program, version)
     slots = plan.build_slot_flags(measured.num_draft_tokens)
     measured.command = [*command[:1], *slots, *command[1:], *measured.speculation_flags]
-    if measured.draft:
-        measured.command += engine_flags.build_acceptance_flags(setup.engine, version)
+    if measured.draft and setup.engine == "vllm":  # a server without a draft refuses it
+        measured.command += ["--per-request-spec-decode-metrics", "summary"]
     print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)
     threads = plan.num_threads if setup.device == "cpu" else None
     environment = build_environment() if _needs_vision_patch(plan, measured) else plan.build_cpu_environment()
@@ -224,13 +230,6 @@ def _prepare_process(plan: ServerPlan, measured: MeasuredServer, log: Path) -> s
         setup.engine, measured.command, port, log, plan.start_timeout_s, threads=threads, environment=environment,
         section=plan.section,
     )  # fmt: skip
-
-
-def _describe_process(engine: str, log: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a server that was started here does not report of itself."""
-    log_facts = engine_flags.read_vllm_log(log.read_text(errors="replace")) if engine == "vllm" else {}
-    variables = engine_flags.list_engine_variables(environment)
-    return log_facts | ({"environment": variables} if variables else {})
 
 
 def _check_memory(plan: ServerPlan, servers: list[MeasuredServer], gpus: list[gpu_memory.GpuMemory]) -> None:
@@ -261,6 +260,7 @@ async def _identify_server(plan: ServerPlan, measured: MeasuredServer, url: str,
             ) from None
     if engine != plan.setup.engine:
         raise ValueError(f"{url} is served by {engine}, expected {plan.setup.engine}; correct benchmark_served.engine")
+    engine_versions.check_vllm(engine, measured.info.get("version"))
     needed_tokens = plan.request_tokens + measured.num_draft_tokens
     engine_flags.check_server_info(measured.info, measured.draft, plan.max_concurrency, needed_tokens)
 
@@ -283,7 +283,7 @@ def describe_outcome(log: Path, version: str) -> str | None:
         ValueError: SGLang 0.5.17 runs without the patch.
     """
     if version != VERSION:
-        if _parse_version(version) >= CORRECTED_VERSION:
+        if engine_versions.parse_release(version) >= CORRECTED_VERSION:
             return None
         return (
             f"SGLang {version} was not patched, and may give the draft of a multimodal target wrong embeddings and positions, as "
@@ -293,18 +293,7 @@ def describe_outcome(log: Path, version: str) -> str | None:
     applied = {line.rpartition(" ")[2] for line in lines if line.startswith(f"{PREFIX} applied to ")}
     if missing := sorted(TARGETS.keys() - applied):
         raise ValueError(
-            f"SGLang {version} was to run with the vision patch, expected a line of {log} for each of its modules, found none "
-            f"for {', '.join(missing)}; its Python must read PYTHONPATH (no -I or -E in benchmark_served.server.command), or set "
-            f"{SWITCH}: false and accept a lower tau"
+            f"SGLang {version} was to run with the vision patch, found no line of {log} for {', '.join(missing)}; its Python "
+            f"must read PYTHONPATH (no -I or -E in benchmark_served.server.command), or set {SWITCH}: false"
         )
     return f"drafted with the vision patch of SGLang {VERSION} ({SWITCH}; docs/serving.md)"
-
-
-def _parse_version(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version; () for one that has none, which is then older than any other."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)

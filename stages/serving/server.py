@@ -4,7 +4,7 @@ The child runs under a guard (server_guard.py) in a session of its own. Stage an
 even by SIGKILL, the pipe closes and the guard kills the server and all its descendants. Servers listen on 127.0.0.1 only. A
 server that ends by itself is restarted a few times, since a crash of the engine must not cost the run.
 
-The tests run `transformers`; `sglang` 0.5.17 and `vllm` 0.26.0 ran on a GPU (docs/results).
+The tests run `transformers`; `sglang` 0.5.17 ran on a GPU (docs/results).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,28 +70,26 @@ class ServerProcess:
     restarted: int = 0
     _log_start: int = field(default=0, init=False, repr=False)  # bytes of the log that earlier starts wrote
     _guard: subprocess.Popen | None = field(default=None, init=False, repr=False)
-    _is_closed: bool = field(
-        default=False, init=False, repr=False
-    )  # `check_alive` in another thread starts nothing more
+    # `check_alive` in another thread starts nothing more
+    _is_closed: bool = field(default=False, init=False, repr=False)
 
     @property
     def base_url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
     def __enter__(self) -> "ServerProcess":
-        start_servers([self])
+        ServerGroup([self]).__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        ServerGroup([self]).__exit__()
 
     def start(self) -> None:
         """Start the command, and return before it is ready. Raises ValueError if there is no such command."""
         if shutil.which(self.line[0]) is None:
             raise ValueError(
-                f"{self.section} asks for {self.engine}, but there is no `{self.line[0]}` on the PATH; install it into an "
-                "environment of its own (make serving-env), where it is found, or put it on the PATH, or name a running server "
-                "in base_urls"
+                f"{self.section} asks for {self.engine}, but there is no `{self.line[0]}` on the PATH; install it (make "
+                "serving-env), put it on the PATH, or name a running server in base_urls"
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._start("wb")
@@ -107,12 +105,6 @@ class ServerProcess:
         self._is_closed = True
         if self._guard and self._guard.stdin:
             self._guard.stdin.close()
-
-    def close(self) -> None:
-        """Stop the server for good, if it was started."""
-        self.ask_to_end()
-        if self._guard:
-            self.stop()
 
     def check_alive(self) -> None:
         """Restart the server if it has ended, and wait until it is ready.
@@ -153,6 +145,10 @@ class ServerProcess:
                 env={**os.environ, **limit, **devices, **self.environment},
             )
 
+    @property
+    def was_started(self) -> bool:
+        return self._guard is not None
+
     def get_exit_status(self) -> int | None:
         return self._guard.poll() if self._guard else None
 
@@ -167,11 +163,9 @@ class ServerProcess:
             while time.monotonic() < deadline:
                 if self.get_exit_status() is not None or self._is_closed:
                     return False
-                try:
+                with contextlib.suppress(httpx.TransportError):  # not listening yet, or too busy to answer
                     if http.get(f"{self.base_url}/health").status_code == 200:
                         return True
-                except httpx.TransportError:  # not listening yet, or too busy to answer
-                    pass
                 if self._is_port_taken():
                     raise ValueError(
                         f"the {self.engine} server cannot listen on port {self.port}: another process has taken it since the "
@@ -188,15 +182,11 @@ class ServerProcess:
         guard = self._guard
         assert guard and guard.stdin
         guard.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             guard.wait(self.settle_s + server_guard.KILL_S + SLACK_S)
-        except subprocess.TimeoutExpired:
-            pass
         if guard.returncode is None or guard.returncode < 0:  # it hangs, or was killed: kill its group
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(guard.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             guard.wait()
 
     def _is_listening(self) -> bool:
@@ -217,29 +207,10 @@ class ServerProcess:
         if remedy and ("Missing dependencies for serving" in words or "requires `accelerate`" in words):
             often += f" for want of packages; run: {remedy}"
         reason = next((reason for line, reason in KNOWN_ENDS.items() if line in words), None)
-        why = f"{often}: {reason}" if reason else often
-        message = f"the {self.engine} server ended with status {status}{why}; its log, {self.log}:\n  {read_log_tail(self.log)}"
+        often += f": {reason}" if reason else ""
+        tail = read_log_tail(self.log)
+        message = f"the {self.engine} server ended with status {status}{often}; its log, {self.log}:\n  {tail}"
         return UnsupportedByServerError(message, reason) if reason else ValueError(message)
-
-
-def start_servers(servers: Sequence[ServerProcess]) -> None:
-    """Start servers and wait until all are ready. Where one can't be, all are stopped, and its ValueError is raised."""
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:  # they load the weights side by side
-            server.await_start()
-    except BaseException:
-        stop_servers(servers)
-        raise
-
-
-def stop_servers(servers: Sequence[ServerProcess]) -> None:
-    """Stop servers for good, side by side: SGLang 0.5.17 takes seven seconds to end."""
-    for server in servers:
-        server.ask_to_end()
-    for server in servers:
-        server.close()
 
 
 def locate_program(engine: str, program: str = "") -> str:
@@ -301,11 +272,23 @@ class ServerGroup:
     servers: list[ServerProcess]
 
     def __enter__(self) -> "ServerGroup":
-        start_servers(self.servers)
+        try:
+            for server in self.servers:
+                server.start()
+            for server in self.servers:  # they load the weights side by side
+                server.await_start()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        stop_servers(self.servers)
+        """Stop the servers for good, side by side: SGLang 0.5.17 takes seven seconds to end."""
+        for server in self.servers:
+            server.ask_to_end()
+        for server in self.servers:
+            if server.was_started:
+                server.stop()
 
     @property
     def base_urls(self) -> list[str]:

@@ -9,6 +9,7 @@ have outlived the process that started it (on Linux such orphans become children
 It imports nothing of the project, whose packages take seconds to import.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -76,12 +77,10 @@ def _wait_for_server(server: int, wake: int) -> int | None:
 def _reap_children(server: int) -> int | None:
     """Reap every ended child, orphans too; return the server's status if it is one of them."""
     found = None
-    try:
+    with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == server:
                 found = os.waitstatus_to_exitcode(ended[1])
-    except ChildProcessError:
-        pass
     return found
 
 
@@ -99,10 +98,8 @@ def _signal_descendants(name: signal.Signals) -> int:
     """Send a signal to every process that descends from this one; return how many there are."""
     found = psutil.Process().children(recursive=True)
     for process in found:
-        try:
+        with contextlib.suppress(psutil.Error):  # it has ended
             process.send_signal(name)  # psutil checks that the pid was not reused
-        except psutil.Error:  # it has ended
-            pass
     return len(found)
 
 

@@ -6,7 +6,7 @@ It tells what a cycle costs without a trained draft. Answers have no meaning the
   given one; every token is id 100, and tokens never end an answer with `ignore_eos` (0.5.17 and 0.5.23,
   speculative/spec_utils.py: generate_simulated_accept_index).
 - llama.cpp: a flag, by which each draft is accepted at random, with chances that give the length (server-context.cpp).
-- vLLM from 0.30 on: two keys of --speculative-config (config/speculative.py: synthetic_acceptance_length).
+- vLLM: two keys of --speculative-config (config/speculative.py: synthetic_acceptance_length).
 """
 
 import json
@@ -14,8 +14,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from stages.serving import engine_versions
 
 SGLANG_VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
 SGLANG_METHOD = "SGLANG_SIMULATE_ACC_METHOD"
@@ -64,16 +62,6 @@ def check_real(environment: Mapping[str, str], command: list[str]) -> None:
         )
 
 
-def check_version(engine: str, version: str | None) -> None:
-    """Raise ValueError if this version of the engine can't simulate acceptance; None is the newest version."""
-    if engine == "vllm" and not engine_versions.has_change("synthetic acceptance", engine, version):
-        since = ".".join(map(str, engine_versions.CHANGES["synthetic acceptance"].since))
-        raise ValueError(
-            f"vLLM {version} can't simulate acceptance, expected {since} or later; install that (serving-env/README.md), or "
-            "set serving_costs.workloads to [] and serve cells with a trained draft"
-        )
-
-
 def check_simulated(server_name: str, length: float, cycles: int, accepted: int, num_answers: int) -> None:
     """Raise ValueError if a server's cycles did not yield `length` tokens on average: it simulates nothing, or another length.
 
@@ -85,8 +73,6 @@ def check_simulated(server_name: str, length: float, cycles: int, accepted: int,
     uncut = found + num_answers * (math.ceil(length) - 1) / cycles
     if found > length * (1 + MAX_DEVIATION) or uncut < length * (1 - MAX_DEVIATION):
         raise ValueError(
-            f"{server_name}: {found:.2f} tokens in each of {cycles} cycles, expected {length:g}, as serving_costs.accept_length "
-            "asks: the server does not simulate acceptance as told. One that was already running, of "
-            "benchmark_served.server.base_urls, was started otherwise: leave it out. Else the engine's version ignores the "
-            "setting: docs/cost.md"
+            f"{server_name}: {found:.2f} tokens in each of {cycles} cycles, expected {length:g} (serving_costs.accept_length): "
+            "the engine's version ignores the setting (docs/cost.md), or it is of base_urls: leave it out there"
         )

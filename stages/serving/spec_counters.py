@@ -6,20 +6,10 @@ token or the length limit; ours don't. SGLang reports each request, so the token
     output tokens = prefills + accepted + cycles - cut,   and of what was cut the last was the bonus
 
 (SGLang 0.5.17, scheduler_components/batch_result_processor.py counts, schedule_batch.py: output_ids_through_stop cuts).
-vLLM counts alike (0.33, v1/core/sched/scheduler.py:2350) and reports each request from 0.30 on. Older versions have counters over
-all requests alone; a load of one request at a time reads them between requests, in others cut and uncut ends can't be told apart.
+vLLM counts alike (0.33, v1/core/sched/scheduler.py:2350).
 """
 
-import asyncio
-import itertools
-import re
-from collections import Counter
-from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-from stages.serving.http_session import ExchangeFailedError, HttpSession
-
-COUNTER_PATTERN = re.compile(r"vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})?\s+([0-9.eE+]+)")
 
 
 class AcceptanceCounts(NamedTuple):
@@ -29,14 +19,6 @@ class AcceptanceCounts(NamedTuple):
     accepted: int  # drafts
     clipped: bool  # `accepted` leaves out drafts beyond the end
     histogram: list[int]  # the engine's: cycles that accepted i drafts, those beyond the end too
-
-
-class VllmCounters(NamedTuple):
-    """vLLM's counters, over all requests since it started."""
-
-    drafts: int  # cycles that had drafts to verify
-    accepted: int
-    per_position: list[int]  # cycles that accepted at least i + 1
 
 
 def count_request(engine_meta: dict[str, Any], output_tokens: int) -> AcceptanceCounts | None:
@@ -125,90 +107,3 @@ def _leave_out_cut(histogram: list[int], prefills: int, output_tokens: int) -> A
             f"{output_tokens} tokens with 0 to {longest} cut off; expected prefills + accepted + cycles - cut"
         )
     return AcceptanceCounts(cycles, accepted - max(0, cut - 1), True, histogram)
-
-
-def parse_vllm_counters(text: str) -> VllmCounters | None:
-    """Return the counters in vLLM's /metrics, summed over engines; None without speculation."""
-    totals: Counter[str] = Counter()
-    positions: Counter[int] = Counter()
-    for match in filter(None, map(COUNTER_PATTERN.match, text.splitlines())):
-        name, labels, value = match.groups()
-        totals[name] += int(float(value))
-        if name == "accepted_tokens_per_pos":
-            positions[int(re.search(r'position="(\d+)"', labels or "")[1])] += int(float(value))  # type: ignore[index]
-    if not totals:
-        return None
-    return VllmCounters(totals["drafts"], totals["accepted_tokens"], [positions[i] for i in sorted(positions)])
-
-
-def subtract_counters(before: VllmCounters, after: VllmCounters) -> AcceptanceCounts:
-    """Return the counts of the requests between two readings. Raises ValueError if the counters include other requests."""
-    cycles, accepted = after.drafts - before.drafts, after.accepted - before.accepted
-    earlier = before.per_position or [0] * len(after.per_position)
-    reached = [cycles, *(a - b for a, b in zip(after.per_position, earlier, strict=True)), 0]
-    histogram = [a - b for a, b in itertools.pairwise(reached)]
-    if min(histogram) < 0 or sum(reached[1:]) != accepted:
-        raise ValueError(
-            f"vLLM's counters don't add up: {cycles} drafts, {accepted} accepted tokens, of which {reached[1:-1]} by "
-            "position; expected falling positions that sum to them. Was the server restarted meanwhile?"
-        )
-    return AcceptanceCounts(cycles, accepted, False, histogram)
-
-
-def covers_answer(before: VllmCounters, after: VllmCounters, output_tokens: int) -> bool:
-    """Return whether the cycles between two readings make up an answer, so that its last cycle is among them."""
-    return 1 + (after.accepted - before.accepted) + (after.drafts - before.drafts) >= output_tokens
-
-
-def count_vllm_request(before: VllmCounters, after: VllmCounters, output_tokens: int) -> AcceptanceCounts:
-    """Return the counts of the only request between two readings. Raises ValueError if they don't add up to its answer."""
-    return _leave_out_cut(
-        _add_draftless_steps(subtract_counters(before, after).histogram, output_tokens), 1, output_tokens
-    )
-
-
-READING_PAUSE_S = 0.2  # the counters follow the answers by a step
-MAX_READINGS = 20
-
-
-@dataclass
-class CounterReader:
-    """Reads the counters of one server."""
-
-    http: HttpSession
-    url: str
-
-    async def read(self) -> VllmCounters | None:
-        """Return the counters now; None if the server has none."""
-        try:
-            reply = await self.http.send(self.url, "GET", "/metrics")
-        except ExchangeFailedError:
-            return None
-        return parse_vllm_counters(reply.body.decode()) if reply.status == 200 else None
-
-    async def read_settled(self) -> VllmCounters | None:
-        """Return the counters once they no longer change; None if the server has none."""
-        found = None
-        for _ in range(MAX_READINGS):
-            previous, found = found, await self.read()
-            if found == previous:
-                break
-            await asyncio.sleep(READING_PAUSE_S)
-        return found
-
-    async def count_request(
-        self, before: VllmCounters, output_tokens: int
-    ) -> tuple[VllmCounters | None, AcceptanceCounts]:
-        """Return (the counters now, the counts of the only request since `before`).
-
-        The first reading whose cycles make up the answer has them all: the last cycle is what makes them up.
-
-        Raises:
-            ValueError: if the counters don't add up to the answer.
-        """
-        after = await self.read()
-        if after is None or not covers_answer(before, after, output_tokens):
-            after = await self.read_settled()
-        if after is None:
-            raise ValueError("vLLM's /metrics could be read before the request and not after it")
-        return after, count_vllm_request(before, after, output_tokens)

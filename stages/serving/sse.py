@@ -70,13 +70,8 @@ class AnswerStream:
         raise http_session.ExchangeFailedError("error", str(error.get("message") if isinstance(error, dict) else error))
 
     def _read_generate(self, message: dict[str, Any], now: float) -> None:
-        r, meta, ids, text = (
-            self.record,
-            message["meta_info"],
-            message.get("output_ids") or [],
-            message.get("text") or "",
-        )
-        total = meta["completion_tokens"]
+        r, meta = self.record, message["meta_info"]
+        ids, text, total = message.get("output_ids") or [], message.get("text") or "", meta["completion_tokens"]
         self._record_tokens(total, now)
         # All ids so far, or with --incremental-streaming-output the new ones.
         r.text, r.ids = (text, ids) if len(ids) == total else (r.text + text, r.ids + ids)
@@ -89,11 +84,8 @@ class AnswerStream:
     def _read_completion(self, message: dict[str, Any], now: float) -> None:
         r = self.record
         self._record_tokens(message["tokens_predicted"], now)
-        r.text, r.ids, r.input_tokens = (
-            r.text + message["content"],
-            r.ids + message["tokens"],
-            message["tokens_evaluated"],
-        )
+        r.text, r.ids = r.text + message["content"], r.ids + message["tokens"]
+        r.input_tokens = message["tokens_evaluated"]
         if message["stop"]:
             r.finish_reason, r.engine_meta = http_session.LLAMA_CPP_REASONS[message["stop_type"]], message["timings"]
             if len(r.ids) != r.output_tokens:  # it sends no id of a token that ends within a character

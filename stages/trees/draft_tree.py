@@ -38,9 +38,7 @@ class TreeScoring(NamedTuple):
     """How nodes are scored."""
 
     score_logits: Callable[[Tensor], Tensor]  # a step's logits [..., D] float32 -> each token's own score
-    combine_scores: Callable[
-        [Tensor, Tensor], Tensor
-    ]  # (a path's score, a token's own score) -> the longer path's score
+    combine_scores: Callable[[Tensor, Tensor], Tensor]  # a path's score, a token's own -> the longer path's
     score_probability: Callable[[Tensor], Tensor]  # a path's probability -> its score
 
 
@@ -182,8 +180,7 @@ def find_accepted_path(tree: DraftTree, target_tokens: Tensor, num_steps: int) -
     n, m = target_tokens.shape
     rejected = tree.tokens != torch.gather(target_tokens, 1, tree.parents[:, 1:])  # [N, M-1]
     accepted = ~(tree.ancestor_mask[:, :, 1:] & rejected[:, None]).any(-1)  # [N, M]
-    column = torch.where(
-        accepted, tree.depths, num_steps + 1
-    )  # [N, M]; the last column collects the others and is cut off
+    # [N, M]; the last column collects the others and is cut off
+    column = torch.where(accepted, tree.depths, num_steps + 1)
     path = column.new_zeros(n, num_steps + 2).scatter_(1, column, torch.arange(m, device=column.device).expand(n, m))
     return path[:, : num_steps + 1], accepted.sum(-1)

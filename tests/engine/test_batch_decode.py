@@ -12,11 +12,10 @@ from stages.engine import slot_pool
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.sampling import SamplingParams
-from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
 from stages.target import loading, multimodal
 from stages.target.manifest import TargetManifest
-from tests.engine.test_decode import FakeCudaGraphs, FakeReadback, draft, sample_by_transformers
+from tests.engine.test_decode import build_small_engine, sample_by_transformers
 from tests.engines import build_engine
 from tests.target.multimodal_documents import TAPPED, TOKEN, documents, load
 from tests.target.test_multimodal_forward import random_draft
@@ -24,7 +23,7 @@ from tests.target.test_target_forward import manifest_of, save_random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TREES: list[TreeShape | None] = [None, TreeShape(4, 1, 5), TreeShape(3, 3, 8), TreeShape(5, 4, 16)]
+TREES: list[TreeShape | None] = [None, TreeShape(4, 1, 5), TreeShape(3, 3, 8), TreeShape(2, 3, 13), TreeShape(5, 4, 16)]
 WIDE = TreeShape(2, 24, 60)  # so wide that a random draft is accepted now and then
 VOCAB, END, MOST = 12, 7, 16
 
@@ -36,24 +35,9 @@ def model() -> PreTrainedModel:
     return test_decode.model.__wrapped__()
 
 
-@pytest.fixture(params=["called", "played", "in blocks"])
-def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As on a CPU, as a GPU plays what it recorded of transformers' own modules, and there in few kernels."""
-    if request.param != "called":
-        monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
-        monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
-    if request.param == "played":
-        monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
-    return request.param
-
-
 @pytest.fixture
 def engine(execution: str, model: PreTrainedModel) -> Engine:
-    made = build_engine(model, [END], [1, 2, 3], draft())
-    assert (made.target.fused_decoder is not None) == (execution == "in blocks")
-    if execution == "played":
-        made.drafter.fused_draft = None
-    return made
+    return build_small_engine(execution, model)
 
 
 def make_requests(count: int = 9, **more: Any) -> list[DecodeRequest]:
@@ -119,7 +103,7 @@ def test_together_as_alone(engine: Engine, model: PreTrainedModel, tree: TreeSha
     # One slot for all differs from alone in its queue only, and a slot for each is the same to every tree.
     for slots in (1, 3, 20) if tree is None else (3, 20) if tree == TREES[-1] else (3,):
         assert steps(engine.decode_batch(make_requests(), slots, tree), 9) == one
-    assert tree is None or sum(step.num_accepted for some in one for step in some) > 5
+    assert tree is None or sum(step.num_accepted for some in one for step in some) > 3
 
 
 def test_drawn_answers_are_their_own_numbers(engine: Engine, model: PreTrainedModel) -> None:

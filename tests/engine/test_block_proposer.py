@@ -10,11 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from stages.draft.block_draft import BlockDraft
-from stages.engine import slot_pool
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.sampling import SamplingParams
-from stages.engine.target_runner import TargetRunner
 from stages.families.block.decoding import BlockProposer
 from stages.families.block.exact_replay import (
     AnswerPositions,
@@ -26,9 +24,9 @@ from stages.families.block.exact_replay import (
 from stages.params.tree_shape import TreeShape
 from tests import engines
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
-from tests.engine import test_decode
+from tests.engine import fake_cuda_graphs, test_decode
 from tests.engine.test_batch_decode import make_requests, search_greedily, steps
-from tests.engine.test_decode import FakeCudaGraphs, FakeReadback, sample_by_transformers
+from tests.engine.test_decode import sample_by_transformers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -114,17 +112,6 @@ class Pack:
         previous = torch.cat([self.places.anchor_tokens[:, None], labels[:, :-1].clamp(min=0)], 1)
         logits = made.compute_logits(states, previous, head)
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
-
-
-@pytest.fixture(params=["called", "played", "in blocks"])
-def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As on a CPU, as a GPU plays what it recorded of transformers' own modules, and there in few kernels."""
-    if request.param != "called":
-        monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
-        monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
-    if request.param == "played":
-        monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
-    return request.param
 
 
 def build_engine(made: BlockDraft) -> Engine:
@@ -241,8 +228,7 @@ def test_a_captured_proposal_reads_nothing_on_the_host(
     monkeypatch: pytest.MonkeyPatch, method: str, tree: TreeShape
 ) -> None:
     """A CUDA graph can't wait for values, nor for shapes that depend on them."""
-    monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
-    monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
+    fake_cuda_graphs.install(monkeypatch)
     real, noted = BlockProposer.propose, NotedOperators()
 
     def propose(self: BlockProposer, *given: Any) -> Any:

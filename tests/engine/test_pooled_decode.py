@@ -12,7 +12,7 @@ from stages.engine.decode_state import DecodeRequest
 from stages.engine.pooled_decode import PooledEngine
 from stages.engine.sampling import SamplingParams, draw_tokens
 from tests.draft.slow_draft import small_target
-from tests.engine.test_batch_decode import END, execution, search_greedily  # noqa: F401
+from tests.engine.test_batch_decode import END, search_greedily
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = {
@@ -49,9 +49,7 @@ def make_requests(count: int = 14) -> list[DecodeRequest]:
 
 
 def test_greedy_answers_are_transformers_own_and_drawn_ones_their_numbers_alone(
-    execution: str,  # noqa: F811
-    model: PreTrainedModel,
-    monkeypatch: pytest.MonkeyPatch,
+    execution: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For fewer slots than prompts and more, beside other neighbours, and packed in parts."""
     engine = PooledEngine(model, [END], 1.0)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,8 +22,6 @@ from stages.engine.decode import Engine
 from stages.engine.decode_state import CacheSlots, DecodeRequest, DecodeStep, PrefillOutput
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
-from stages.replay.replay import ReplayBatch, replay_answers
-from stages.target.hooks import capture_residual_streams
 from stages.target.token_probabilities import compute_probabilities
 from tests.draft.slow_draft import CONFIG, scatter, small_target
 from tests.engines import build_engine
@@ -35,7 +32,6 @@ HOW = {
     "hot": (1.0, 1.0, None), "cool": (0.6, 1.0, None), "top_p": (0.8, 0.7, None), "top_k": (1.3, 1.0, 3),
     "both": (0.9, 0.8, 4),
 }  # fmt: skip
-TREES = [(1, 1, 2), (4, 1, 5), (3, 2, 6), (3, 3, 12), (5, 4, 16)]
 SLOTS = 100  # of answers that are decoded together where there are hundreds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,19 +109,6 @@ def decode_together(engine: Engine, requests: list[DecodeRequest], tree: TreeSha
 
 
 # Each tree, and each way to sample: what is sampled from does not depend on the tree.
-@pytest.mark.parametrize(
-    ("how", "tree"), [*(("both", tree) for tree in TREES), *((how, (3, 2, 6)) for how in HOW if how != "both")], ids=str
-)
-def test_every_tree_says_what_plain_decoding_says_from_the_same_seed(engine: Engine, how: str, tree) -> None:
-    accepted = 0
-    for seed in range(2):
-        drawn = SamplingParams(*HOW[how], seed)
-        steps = list(engine.decode_speculative(PROMPT, 30, TreeShape(*tree), sampling=drawn))
-        assert join_tokens(steps) == join_tokens(engine.decode_plain(PROMPT, 30, sampling=drawn))
-        accepted += sum(step.num_accepted for step in steps)
-    assert accepted > 5, "nothing is accepted, so nothing is tested"
-
-
 # Lossless in distribution: over many seeds, answers have the target's own probabilities
 
 FALSE_ALARM = 1e-6  # of all choices of seeds, fewer than one in a million would fail what is right
@@ -238,54 +221,6 @@ def test_a_spoiled_verification_is_refused(engine: Engine, monkeypatch: pytest.M
     """Bug: its power was near a half, so it failed on machines that add in another order."""
     monkeypatch.setattr(sampling.TokenSampler, "sample", spoiled)
     assert is_rejected(engine, HOW["cool"], (2, 2, 7), runs)
-
-
-# Replay above temperature 0
-
-SHAPES = {1: [(1, 2), (4, 5)], 2: [(3, 6), (4, 8)], 3: [(3, 12)]}
-ANSWER = 24
-
-
-def count_replayed(
-    engine: Engine, prompts: list[list[int]], answers: list[list[int]], topk: int
-) -> tuple[Tensor, Tensor]:
-    """accepted, cycles [prompts, trees] by replay, from hidden states of transformers' forward over each whole text."""
-    texts = torch.tensor([p + a for p, a in zip(prompts, answers, strict=True)])
-    with capture_residual_streams(engine.model, FEATURES) as caught:
-        engine.model(texts)
-    starts = torch.tensor([len(p) for p in prompts])
-    ends = torch.full_like(starts, texts.shape[1])
-    features = torch.cat(caught, dim=-1)
-    trees = [TreeShape(steps, topk, tokens) for steps, tokens in SHAPES[topk]]
-    return replay_answers(engine.drafter.draft, engine.embedding, ReplayBatch(texts, features, starts, ends), trees)[:2]
-
-
-def draw_prompts(seed: int, count: int) -> list[list[int]]:
-    return torch.randint(0, V, (count, 5), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def count_decoded(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> tuple[np.ndarray, np.ndarray]:
-    """accepted, cycles [prompts] of the engine."""
-    requests = [DecodeRequest(p, ANSWER, None, SamplingParams(*how, s)) for p, s in zip(prompts, seeds, strict=True)]
-    runs = [steps[1:] for steps in decode_together(engine, requests, TreeShape(*tree))]
-    return np.array([sum(s.num_accepted for s in run) for run in runs]), np.array([len(run) for run in runs])
-
-
-@pytest.mark.parametrize("topk", SHAPES)
-@pytest.mark.parametrize("how", ["cool", "both"])
-def test_replay_of_a_sampled_answer_equals_decoding_it_as_integers(engine: Engine, how: str, topk: int) -> None:
-    """Verification draws from the target alone, so of the same draws live decoding accepts what replay accepts, exactly."""
-    prompts = draw_prompts(2, 8)
-    requests = [DecodeRequest(p, ANSWER, None, SamplingParams(*HOW[how], s)) for s, p in enumerate(prompts)]
-    answers = [join_tokens(steps) for steps in decode_together(engine, requests, None)]
-    accepted, cycles = count_replayed(engine, prompts, answers, topk)
-    for g, (steps, tokens) in enumerate(SHAPES[topk]):
-        found = count_decoded(engine, prompts, range(8), (steps, topk, tokens), HOW[how])
-        assert accepted[:, g].tolist() == found[0].tolist() and cycles[:, g].tolist() == found[1].tolist()
-    assert accepted.sum() > 10
-
-
-PROMPTS, EACH = 150, 6  # and trajectories of each, for replay
 
 
 def test_a_large_vocabularys_rare_tokens_are_drawn_as_often_as_they_should() -> None:

@@ -12,14 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
-from stages.engine import slot_pool
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest
 from stages.params.tree_shape import TreeShape
 from stages.target import generation, head_check, hooks, packed_forward
 from tests import engines
 from tests.draft.slow_draft import scatter
-from tests.engine.test_decode import FakeCudaGraphs, FakeReadback
+from tests.engine import fake_cuda_graphs
 from tests.engine.test_sampling import join_tokens
 from tests.target.pinned_targets import LLAMA
 
@@ -115,8 +114,7 @@ def test_recorded_passes_are_of_lengths_within_the_window_or_beyond_it(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As on a GPU: the fused kernels, which know no window, run within it alone, though both lengths share slots."""
-    monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
-    monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
+    fake_cuda_graphs.install(monkeypatch)
     engine = engines.build_engine(build(name), [], TAPPED, build_engine(name).drafter.draft)
     assert (engine.target.fused_decoder is not None) == (name != "Gemma3Text")
     short = [ids[:4] for ids in PROMPTS]

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stages.draft.eagle3_config import DraftConfig
-from stages.engine import slot_pool
 from stages.engine.decode import Engine
 from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
@@ -21,17 +20,8 @@ from stages.families.medusa import MedusaDraft, MedusaMethod
 from stages.families.ngram import PromptLookupMethod
 from stages.families.static_tree import StaticTree, select_best_branches
 from stages.params.tree_shape import TreeShape
-from tests.engine.test_decode import (
-    END,
-    ROOM,
-    VOCAB,
-    FakeCudaGraphs,
-    FakeReadback,
-    join_tokens,
-    prompts,
-    sample_by_transformers,
-    search_greedily,
-)
+from tests.engine import fake_cuda_graphs
+from tests.engine.test_decode import END, ROOM, VOCAB, join_tokens, prompts, sample_by_transformers, search_greedily
 from tests.engines import build_engine, decode_with_method
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,8 +79,7 @@ every_method = pytest.mark.parametrize("name", METHODS)
 def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """As on a CPU, and with the fixed shapes of a GPU."""
     if request.param == "played":
-        monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
-        monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
+        fake_cuda_graphs.install(monkeypatch)
         monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
     return build_engine(model, [END], [1, 2, 3])
 

@@ -18,38 +18,18 @@ from tests.conftest import EVAL, edit_params
 from tests.measuring.served_project import LOAD
 
 
-@pytest.mark.long
-def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Four servers, one after the other."""
-    edit_params(
-        project,
-        {
-            "benchmark": {"workloads": {"eval": {**LOAD, "max_new_tokens": 10, "repeats": 2}}},
-            "benchmark_served": {"interleave": True},
-        },
-    )
-    benchmark_served.main("eval", "e003", "t5_1_6")
-    found = Cell.read("sglang", "eval", "e003", "t5_1_6")
-    assert len(found["points"][0]["loads"]) == len(found["baseline_points"][0]["loads"]) == 2
-    output_lines = capfd.readouterr().out.splitlines()
-    started = [line.split(";")[0].rpartition(" ")[2] for line in output_lines if line.startswith("starting")]
-    measured = [line.partition(",")[0] for line in output_lines if " of 2)" in line]
-    assert started == ["baseline", "e003-t5_1_6"], "both stay up"
-    assert measured == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
-
-
 def test_the_turn_to_measure_ends_when_the_server_has_ended(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: SGLang takes seven seconds to end, in which the next stage measured its first repeat, 20 to 30% too slow."""
     monkeypatch.setattr(measurement_lock, "open_user_folder", lambda *_: tmp_path)
-    stop, were_free = server.stop_servers, []
+    stop, were_free = server.ServerGroup.__exit__, []
 
-    def watch(servers: list[server.ServerProcess]) -> None:
+    def watch(servers: server.ServerGroup, *_: object) -> None:
         stop(servers)
         were_free.append(measurement_lock._is_free("starting"))
 
-    monkeypatch.setattr(server, "stop_servers", watch)
+    monkeypatch.setattr(server.ServerGroup, "__exit__", watch)
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}})
     benchmark_served.main("eval")

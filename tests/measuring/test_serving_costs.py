@@ -14,7 +14,7 @@ from stages.measuring import measured_loads, requests, server_setup, simulated_a
 from stages.params import schema
 from stages.prompts import workload_prompts
 from stages.runtime import scratch
-from stages.serving import engine_versions, measured_server
+from stages.serving import measured_server
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
 from tests.measuring.served_project import DOUBLE, edit_server, read_replayed_tree
@@ -184,17 +184,6 @@ def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
         "synthetic_acceptance_length": 2.0,
     }  # fmt: skip
     assert other_flag == "--x"
-
-
-def test_a_vllm_that_cannot_simulate_is_refused_before_any_server_starts(
-    load: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    edit_server(load, command=[*DOUBLE, "vllm", "serve"])
-    edit_params(load, {"benchmark_served": {"engine": "vllm"}, "serving_costs": {"trees": VLLM_TREES}})
-    monkeypatch.setattr(engine_versions, "find_version", lambda *_: "0.26.0")
-    monkeypatch.setattr(measured_loads, "open_servers", None)
-    with pytest.raises(ValueError, match=r"vLLM 0.26.0 can't simulate acceptance, expected 0.30 or later"):
-        serving_costs.main("load")
 
 
 def test_a_server_that_does_not_accept_as_told_is_refused(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,18 +119,6 @@ def test_every_width_equals_live_decoding(method: str, seed: int) -> None:
     assert int(walk.accepted.sum()) > 10, "drafts are never right: the comparison says nothing"
 
 
-@every_method
-@seeds
-def test_chains_are_trees_of_topk_1(method: str, seed: int) -> None:
-    case = case_of(method, seed)
-    num_drafts = case.draft.config.num_drafts
-    chains = [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
-    found = replay_block_trees(case.draft, case.head, case.states, case.answer_positions, chains)
-    walk = replay_chains(case.draft.draft_greedily(case.states, case.anchor_tokens, case.head), case.answer_positions)
-    assert torch.equal(found.cycles, walk.cycles) and torch.equal(found.accepted, walk.accepted)
-    assert torch.equal(found.cycles_reaching_depth, walk.cycles_reaching_depth)
-
-
 def slow_tree(case: Case, index: int, levels: int, topk: int, count: int, beam: int | None) -> list[tuple[int, ...]]:
     """The `count` most probable paths of up to `levels` tokens; of a level only the best `beam` go on, all for None."""
     level, paths = [(1.0, (int(case.anchor_tokens[index]),))], []

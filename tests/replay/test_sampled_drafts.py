@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
@@ -11,17 +11,12 @@ from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from stages.draft.block_draft import BlockDraft
-from stages.engine.decode_state import DecodeRequest
-from stages.engine.sampling import SamplingParams
-from stages.families.block import sampled_replay as sampled_drafts
 from stages.families.block.exact_replay import AnswerPositions, ReplayPack, compute_anchor_states
 from stages.families.block.sampled_replay import replay_sampled_drafts
 from stages.families.draft_replay import ExpectedCounts
-from stages.params.tree_shape import TreeShape
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
 from tests.draft.slow_draft import scatter, small_target
-from tests.engine.test_sampling import prefill_once, warp_logits
-from tests.engines import build_engine
+from tests.engine.test_sampling import warp_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -187,79 +182,3 @@ def test_expected_counts_equal_an_enumeration_of_all_decodings(method: str, top_
             assert float(cycles) == pytest.approx(of_cycles / probability, rel=1e-4), answer
             assert float(accepted) == pytest.approx(of_accepted / probability, rel=1e-4, abs=1e-6), answer
         assert len(outcomes) > 10 and float(found.accepted[:, width - 1].max()) > 0.1, "the comparison says nothing"
-
-
-# Live runs
-
-
-VOCAB, NUM_DRAFTS, ANSWER, NUM_PROMPTS = 7, 3, 24, 30
-# By the number of drafts. Of three, 900 runs tell a replay without top-p from a right one; one draft takes more cycles a run.
-RUNS = {NUM_DRAFTS: 900, 1: 300}
-SAMPLING = (0.6, 0.9)
-
-
-class LiveRuns:
-    """Answers of the engine, replay's positions of them, and what was counted."""
-
-    def __init__(self, method: str, width: int):
-        pair = pair_of(method, VOCAB, NUM_DRAFTS)
-        engine, count = build_engine(pair.target, [], list(FEATURES), pair.draft), RUNS[width]
-        prompt_ids = torch.randint(0, VOCAB, (NUM_PROMPTS, 4), generator=torch.Generator().manual_seed(1))
-        prompts = prompt_ids.repeat(count // NUM_PROMPTS, 1).tolist()
-        settings = [SamplingParams(*SAMPLING, None, seed, samples_drafts=True) for seed in range(count)]
-        requests = [
-            DecodeRequest(prompt, ANSWER, None, params) for prompt, params in zip(prompts, settings, strict=True)
-        ]
-        runs: list[list] = [[] for _ in requests]
-        with prefill_once(engine):
-            for updates in engine.decode_batch(requests, 200, TreeShape(width, 1, width + 1)):
-                for index, step in updates:
-                    runs[index] += [step] if step else []
-        self.rows = [
-            [*prompt, *(t for step in run for t in step.tokens)] for prompt, run in zip(prompts, runs, strict=True)
-        ]
-        self.cycles = np.array([len(run) - 1.0 for run in runs])
-        self.accepted = np.array([float(sum(step.num_accepted for step in run)) for run in runs])
-        self.pair, self.width, self.positions = pair, width, pair.read_positions(self.rows, 4)
-
-    def measure_distance(self) -> float:
-        """How many standard errors the counts are from replay of the same answers, whichever is further."""
-        found = self.pair.replay(self.positions, *SAMPLING)
-        cycles, accepted = (x[:, self.width - 1].numpy() for x in (found.cycles, found.accepted))
-        differences = self.cycles - cycles, self.accepted - accepted
-        return max(abs(x.mean()) / (x.std(ddof=1) / math.sqrt(len(x))) for x in differences)
-
-
-live = cache(LiveRuns)
-
-
-@every_method
-@pytest.mark.parametrize("width", [NUM_DRAFTS])
-def test_live_runs_agree_with_the_expected_counts(method: str, width: int) -> None:
-    """By chance 4.9 standard errors are passed once in a million."""
-    assert live(method, width).measure_distance() < 4.9
-    assert live(method, width).accepted.mean() > 3, "hardly a draft is accepted: the comparison says little"
-
-
-def spoil(name: str, spoiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampled_drafts, name, partial(spoiled, getattr(sampled_drafts, name)))
-
-
-SPOILED = {
-    "q without temperature": ("compute_draft_probabilities", lambda real, *args: real(*args[:-1], 1.0)),
-    "p without top-p": ("compute_target_probabilities", lambda real, *args: real(*args[:-1], 1.0)),
-    "q not divided by p": (
-        "compute_acceptance",
-        lambda real, proposal, target, *args: real(proposal, torch.ones_like(target), *args),
-    ),
-}
-
-
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
-@pytest.mark.parametrize("spoiled", SPOILED)
-def test_a_wrong_replay_differs_from_live_runs(method: str, spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(*SPOILED[spoiled], monkeypatch)
-    assert live(method, NUM_DRAFTS).measure_distance() > 4.9
-
-
-# Borders

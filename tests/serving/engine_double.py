@@ -125,7 +125,6 @@ class Double:
     def reset_counters(self) -> None:
         """Start the counters again, as SGLang's /flush_cache does."""
         self.drafts = self.accepted = 0
-        self.positions = [0] * self.flags.depth
 
     @cached_property
     def image_processor(self) -> Any:
@@ -184,8 +183,6 @@ class Double:
                 if not is_prefill and self.speculates:
                     histogram[step.num_accepted] += 1
                     self.drafts, self.accepted = self.drafts + 1, self.accepted + step.num_accepted
-                    for position in range(step.num_accepted):
-                        self.positions[position] += 1
                 is_prefill, step = False, await queue.get()
                 yield list(tokens), histogram, step is None
 
@@ -202,8 +199,6 @@ class Double:
                 owed += self.simulated
                 histogram[int(owed) - 1] += 1
                 self.drafts, self.accepted = self.drafts + 1, self.accepted + int(owed) - 1
-                for position in range(int(owed) - 1):
-                    self.positions[position] += 1
                 tokens += [100] * int(owed)
                 owed -= int(owed)
                 yield tokens[:max_tokens], histogram, len(tokens) >= max_tokens
@@ -268,20 +263,6 @@ class Double:
         own_info = {"model_path": f.model_path, "context_length": f.context_length, "cuda_graph_config": graphs}
         return web.json_response(recorded | own_info | {"internal_states": [state]} | tree)
 
-    async def metrics(self, _request: web.Request) -> web.Response:
-        if not self.speculates:
-            return web.Response(text="")
-        lines = [
-            f"vllm:spec_decode_num_drafts_total {self.drafts}",
-            f"vllm:spec_decode_num_accepted_tokens_total {self.accepted}",
-        ]
-        lines += [f"vllm:spec_decode_num_draft_tokens_total {self.drafts * len(self.positions)}"]
-        lines += [
-            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}'
-            for i, n in enumerate(self.positions)
-        ]
-        return web.Response(text="\n".join(lines))
-
     async def flush(self, _request: web.Request) -> web.Response:
         self.reset_counters()
         return web.Response()
@@ -325,7 +306,7 @@ def main(words: list[str]) -> None:
         app.add_routes([web.post("/generate", double.generate), web.post("/flush_cache", double.flush)])
         app.add_routes([web.get("/server_info", double.server_info)])
     else:
-        app.add_routes([web.post("/v1/completions", double.completions), web.get("/metrics", double.metrics)])
+        app.add_routes([web.post("/v1/completions", double.completions)])
     web.run_app(app, host="127.0.0.1", port=flags.port, print=None)
 
 

@@ -63,27 +63,20 @@ def test_a_server_of_another_model_is_refused_before_anything_is_asked() -> None
 
 
 def test_an_engine_is_known_by_its_models_and_gets_its_own_fields() -> None:
+    fields = {"vllm": {"return_token_ids": True}, "sglang": {"top_k": -1}, "llama.cpp": {"prompt": [1, 2]}}
+
     async def run(url: str) -> client.ChatAnswer:
         async with client.ChatClient([url], "tiny", 4, 1.0, 2) as http:
-            return await http.complete(BODY, {"vllm": {"return_token_ids": True}, "sglang": {"top_k": -1}})
+            return await http.complete(BODY, fields)
 
-    reply = completion("hi", choice={"token_ids": [4, 5]}, prompt_token_ids=[1, 2])
-    with Fake(lambda *_: reply, models={"data": [{"id": "tiny", "owned_by": "vllm"}]}) as fake:
-        answer = asyncio.run(run(fake.url))
-    assert (answer.prompt_ids, answer.answer_ids) == ([1, 2], [4, 5])
-    assert fake.bodies == [{"model": "tiny", **BODY, "return_token_ids": True}]
-
-
-def test_llama_cpp_is_asked_and_answers_by_token_ids() -> None:
-    async def run(url: str) -> client.ChatAnswer:
-        async with client.ChatClient([url], "tiny", 4, 1.0, 2) as http:
-            return await http.complete(BODY, {"llama.cpp": {"prompt": [1, 2]}})
-
-    reply = {"content": "hi", "tokens": [4, 5], "stop_type": "eos", "tokens_evaluated": 2, "tokens_predicted": 2}
-    with Fake(lambda *_: reply, models={"data": [{"id": "tiny", "owned_by": "llamacpp"}]}) as fake:
-        answer = asyncio.run(run(fake.url))
-    assert (answer.text, answer.answer_ids, answer.finish_reason, answer.prompt_tokens) == ("hi", [4, 5], "stop", 2)
-    assert fake.bodies == [{"model": "tiny", **BODY, "prompt": [1, 2]}]
+    of_llama_cpp = {"content": "hi", "tokens": [4, 5], "stop_type": "eos", "tokens_evaluated": 2, "tokens_predicted": 2}
+    of_vllm = completion("hi", choice={"token_ids": [4, 5]}, prompt_token_ids=[1, 2])
+    for owner, engine, reply in (("vllm", "vllm", of_vllm), ("llamacpp", "llama.cpp", of_llama_cpp)):
+        with Fake(lambda *_, reply=reply: reply, models={"data": [{"id": "tiny", "owned_by": owner}]}) as fake:
+            answer = asyncio.run(run(fake.url))
+        assert (answer.text, answer.answer_ids, answer.finish_reason) == ("hi", [4, 5], "stop")
+        assert answer.prompt_ids == [1, 2] or answer.prompt_tokens == 2
+        assert fake.bodies == [{"model": "tiny", **BODY, **fields[engine]}]
 
 
 def test_no_answer_is_lost_to_broken_cut_and_hung_replies() -> None:

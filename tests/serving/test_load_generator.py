@@ -3,7 +3,6 @@
 import asyncio
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,6 @@ from stages.serving import latency, load_generator
 from stages.serving.load_generator import Arrivals
 from tests.serving.loads import SCHEDULE, add_sglang_pages, make_requests, run_load
 from tests.serving.misbehaving_server import Fake, Streamed
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(

@@ -205,13 +205,3 @@ def test_a_server_that_crashes_is_restarted_a_limited_number_of_times(
             running.check_alive()
     assert "ended with status 7; starting it again (2 of 2), its log is " in capfd.readouterr().out
     assert log.read_text().count("threads 3\n") == 3  # the log of before stays
-
-
-@needs_subreaper
-def test_a_servers_daemon_is_gone_after_it(tmp_path: Path) -> None:
-    """A child that called setsid and forked twice outlived `Server.end`, with the GPU memory that it held."""
-    port = free_port.find_free_port()
-    with server.ServerProcess("vllm", line(DAEMONISES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
-        daemon = int(httpx.get(running.base_url, trust_env=False).text)
-        assert os.getsid(daemon) != os.getsid(0) and not has_ended(daemon, 0)
-    assert has_ended(daemon, 5)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from stages.serving import spec_counters
-from stages.serving.spec_counters import VllmCounters
 
 
 def engine(rng: random.Random, depth: int, limit: int, retractions: int) -> tuple[dict[str, Any], int, int, int]:
@@ -52,45 +51,3 @@ def test_drafts_beyond_the_end_are_left_out(seed: int) -> None:
 def test_figures_that_do_not_add_up_are_refused(figures: dict[str, Any], tokens: int) -> None:
     with pytest.raises(ValueError, match="don't add up"):
         spec_counters.count_request(figures, tokens)
-
-
-METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
-# TYPE vllm:spec_decode_num_drafts_total counter
-vllm:spec_decode_num_drafts_total{{engine="0",model_name="tiny num_drafts_total"}} {0}.0
-vllm:spec_decode_num_drafts_created{{engine="0",model_name="tiny"}} 1.7e+09
-vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="tiny"}} {1}.0
-vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="tiny"}} {2}.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="tiny",position="0"}} {3}.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="tiny",position="1"}} {4}.0
-vllm:spec_decode_num_accepted_tokens_per_pos_created{{engine="0",model_name="tiny",position="1"}} 1.7e+09
-vllm:num_requests_running{{engine="0",model_name="tiny"}} 0.0
-"""
-
-
-def test_vllms_counters_are_read_and_summed_over_engines() -> None:
-    text = METRICS.format(10, 20, 9, 6, 3)
-    assert spec_counters.parse_vllm_counters(text) == (10, 9, [6, 3])
-    assert spec_counters.parse_vllm_counters(text + text.replace('engine="0"', 'engine="1"')) == (20, 18, [12, 6])
-    assert spec_counters.parse_vllm_counters("vllm:num_requests_running 0.0\n") is None
-    assert spec_counters.parse_vllm_counters("vllm:spec_decode_num_drafts_total 2.123456e+06\n") == (2123456, 0, [])
-
-
-def test_vllms_counters_give_a_histogram() -> None:
-    """10 cycles: 4 accept nothing, 3 one, 3 both; counted from readings around them."""
-    before, after = VllmCounters(100, 60, [40, 20]), VllmCounters(110, 69, [46, 23])
-    found = spec_counters.subtract_counters(before, after)
-    assert found == (10, 9, False, [4, 3, 3])
-    assert sum(i * n for i, n in enumerate(found.histogram)) == found.accepted
-    # Before, no position was known.
-    first = spec_counters.subtract_counters(VllmCounters(0, 0, []), VllmCounters(10, 9, [6, 3]))
-    assert first.histogram == [4, 3, 3]
-
-
-@pytest.mark.parametrize(
-    "after",
-    [VllmCounters(5, 3, [2, 1]), VllmCounters(110, 70, [46, 23]), VllmCounters(101, 69, [46, 23])],
-    ids=["restarted", "not their sum", "more accepted than drafted"],
-)
-def test_counters_of_another_server_are_refused(after: VllmCounters) -> None:
-    with pytest.raises(ValueError, match="vLLM's counters don't add up"):
-        spec_counters.subtract_counters(VllmCounters(100, 60, [40, 20]), after)
