@@ -14,7 +14,7 @@ from stages.draft import checkpoint, eagle3_checkpoint
 from stages.draft.eagle3_config import DraftConfig
 from stages.runtime import atomic
 
-H, HEADS, KV_HEADS, HEAD_DIM, M, V, D = 8, 4, 2, 3, 20, 30, 5  # HEADS * HEAD_DIM is not H, as in Qwen3
+H, HEADS, KV_HEADS, HEAD_DIM, M, V, D = 8, 4, 2, 6, 20, 30, 5  # HEADS * HEAD_DIM is not H, as in Qwen3
 SHAPE = {
     "hidden_size": H, "intermediate_size": M, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
     "head_dim": HEAD_DIM, "vocab_size": V, "draft_vocab_size": D, "max_position_embeddings": 640, "rms_norm_eps": 1e-6,
@@ -31,10 +31,10 @@ EXPECTED = {
     "midlayer.input_layernorm.weight": (8,),
     "midlayer.hidden_norm.weight": (8,),
     "midlayer.post_attention_layernorm.weight": (8,),
-    "midlayer.self_attn.q_proj.weight": (12, 16),
-    "midlayer.self_attn.k_proj.weight": (6, 16),
-    "midlayer.self_attn.v_proj.weight": (6, 16),
-    "midlayer.self_attn.o_proj.weight": (8, 12),
+    "midlayer.self_attn.q_proj.weight": (24, 16),
+    "midlayer.self_attn.k_proj.weight": (12, 16),
+    "midlayer.self_attn.v_proj.weight": (12, 16),
+    "midlayer.self_attn.o_proj.weight": (8, 24),
     "midlayer.mlp.gate_proj.weight": (20, 8),
     "midlayer.mlp.up_proj.weight": (20, 8),
     "midlayer.mlp.down_proj.weight": (8, 20),
