@@ -170,8 +170,8 @@ RERUNS = [
     ),
     Row("check_overfit.min_tau", sets(check_overfit={"min_tau": 1.25}), "check_overfit@* report", back=""),
     Row(
-        "train_draft.learning_rate",
-        sets(train_draft={"learning_rate": lambda old: old / 2}),
+        "train_draft.muon_learning_rate",
+        sets(train_draft={"muon_learning_rate": lambda old: old / 2}),
         "train_draft@* replay_trees@* benchmark@* benchmark_served@* report",
         back="",
     ),

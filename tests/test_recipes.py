@@ -226,10 +226,10 @@ def test_a_recipe_over_use_own_keeps_target_data_and_device(committed: Path) -> 
 
 def test_a_local_edit_that_goes_is_named_and_kept_on_request(committed: Path) -> None:
     use_recipe("weather-tiny-moe")
-    edit_params(committed, {"train_draft": {"learning_rate": 0.0125}, "target": {"num_threads": 1}})
+    edit_params(committed, {"train_draft": {"muon_learning_rate": 0.0125}, "target": {"num_threads": 1}})
     edited = (committed / "params.yaml").read_bytes()
     dropped = use_recipe("weather-tiny-vl")
-    assert "train_draft.learning_rate: 0.0125 -> 0.001  (a local edit; --keep keeps it)" in dropped
+    assert "train_draft.muon_learning_rate: 0.0125 -> 0.008  (a local edit; --keep keeps it)" in dropped
     assert sum("a local edit" in line for line in dropped) == 2 and "target.num_threads: 1 -> 2" in "".join(dropped)
     (kept_copy,) = [line.split()[-2] for line in dropped if "to return to it: cp" in line]
     assert (committed / kept_copy).read_bytes() == edited
@@ -237,11 +237,11 @@ def test_a_local_edit_that_goes_is_named_and_kept_on_request(committed: Path) ->
     recipes._write_used(schema.read_recipe(committed / "recipes/weather-tiny-moe.yaml")[1])
     kept = use_recipe("weather-tiny-vl", keep=True)
     p = schema.load_params()
-    assert (p.train_draft.learning_rate, p.target.num_threads, p.target.model) == (0.0125, 1, "builtin/weather-tiny-vl")
-    assert "kept: train_draft.learning_rate: 0.0125" in kept and not [line for line in kept if "a local edit" in line]
+    assert (p.train_draft.muon_learning_rate, p.target.num_threads, p.target.model) == (0.0125, 1, "builtin/weather-tiny-vl")
+    assert "kept: train_draft.muon_learning_rate: 0.0125" in kept and not [line for line in kept if "a local edit" in line]
     again = use_recipe("weather-tiny", keep=True)
     p = schema.load_params()
-    assert (p.train_draft.learning_rate, p.target.num_threads, p.target.model) == (0.0125, 1, "builtin/weather-tiny")
+    assert (p.train_draft.muon_learning_rate, p.target.num_threads, p.target.model) == (0.0125, 1, "builtin/weather-tiny")
     assert "kept: target.num_threads: 1" in again
 
 
@@ -257,7 +257,7 @@ def test_an_edit_that_the_recipe_makes_invalid_leaves_everything(committed: Path
 def test_a_kept_edit_that_clashes_with_the_recipe_is_named(committed: Path) -> None:
     """Bug: the message named a key of the recipe alone, as if that were wrong, and neither the kept key nor a way out."""
     mine = {"e002": {"from": "e000", "epochs": 2}}
-    edit_params(committed, {"train_draft": {"checkpoints": mine, "learning_rate": 0.0125}})
+    edit_params(committed, {"train_draft": {"checkpoints": mine, "muon_learning_rate": 0.0125}})
     for section in ("replay_trees", "benchmark", "benchmark_served"):
         edit_params(committed, {section: {"checkpoints": ["e002"]}})
     before = (committed / "params.yaml").read_bytes()

@@ -180,12 +180,12 @@ def test_an_edit_while_a_run_is_at_work_mislabels_nothing(
     """Bug: DVC hashes parameters when a stage has ended, and recorded the edit as what the result was made by."""
     root = tmp_path / "project"
     shutil.copytree(finished_project, root)
-    sets(train_draft={"learning_rate": 0.5})(root)
-    recorder.meanwhile["train_draft@e003"] = lambda: sets(train_draft={"learning_rate": 0.25})(root)
+    sets(train_draft={"muon_learning_rate": 0.5})(root)
+    recorder.meanwhile["train_draft@e003"] = lambda: sets(train_draft={"muon_learning_rate": 0.25})(root)
     trained = "train_draft@* replay_trees@* benchmark@* benchmark_served@* report"
     assert recorder.repro(root) == match_stages(trained, recorder.names)
     assert recorder.repro(root) == match_stages(trained, recorder.names)  # by the edit
-    sets(train_draft={"learning_rate": 0.5})(root)
+    sets(train_draft={"muon_learning_rate": 0.5})(root)
     assert recorder.repro(root) == set()  # all of the first run is that of 0.5
 
 
@@ -224,7 +224,7 @@ def test_a_clone_runs_only_what_was_edited(finished_project: Path, tmp_path: Pat
     ran = recorder.repro(clone, **SHARED)
     assert ran == match_stages(runs, recorder.names)
     assert not list(clone.glob("data/hiddens/train/*"))
-    sets(train_draft={"learning_rate": lambda old: old / 2})(clone)
+    sets(train_draft={"muon_learning_rate": lambda old: old / 2})(clone)
     with pytest.raises(ReproductionError) as failed:
         recorder.repro(clone, **SHARED)
     assert "data/hiddens/train" in str(failed.value.__cause__)

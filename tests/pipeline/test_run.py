@@ -262,7 +262,7 @@ def test_use_own_is_a_short_file_whose_lines_to_fill_in_are_told(
     told = recipes.use_recipe("own")
     assert [line.split()[0] for line in told[1:-2]] == ["model:", "device:", "dtype:", "raw:"]
     own = schema.load_params()
-    assert (own.fix_data.answers, own.train_draft.learning_rate) == ("text", 0.0001)  # not the toy's
+    assert (own.fix_data.answers, own.train_draft.muon_learning_rate) == ("text", 0.004)  # not the toy's
     assert Path("params.yaml.before-own").read_text() == (REPO / "params.yaml").read_text()
     with pytest.raises(ValueError, match="expected no --keep"):
         recipes.use_recipe("own", keep=True)
