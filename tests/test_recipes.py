@@ -237,11 +237,21 @@ def test_a_local_edit_that_goes_is_named_and_kept_on_request(committed: Path) ->
     recipes._write_used(schema.read_recipe(committed / "recipes/weather-tiny-moe.yaml")[1])
     kept = use_recipe("weather-tiny-vl", keep=True)
     p = schema.load_params()
-    assert (p.train_draft.muon_learning_rate, p.target.num_threads, p.target.model) == (0.0125, 1, "builtin/weather-tiny-vl")
-    assert "kept: train_draft.muon_learning_rate: 0.0125" in kept and not [line for line in kept if "a local edit" in line]
+    assert (p.train_draft.muon_learning_rate, p.target.num_threads, p.target.model) == (
+        0.0125,
+        1,
+        "builtin/weather-tiny-vl",
+    )
+    assert "kept: train_draft.muon_learning_rate: 0.0125" in kept and not [
+        line for line in kept if "a local edit" in line
+    ]
     again = use_recipe("weather-tiny", keep=True)
     p = schema.load_params()
-    assert (p.train_draft.muon_learning_rate, p.target.num_threads, p.target.model) == (0.0125, 1, "builtin/weather-tiny")
+    assert (p.train_draft.muon_learning_rate, p.target.num_threads, p.target.model) == (
+        0.0125,
+        1,
+        "builtin/weather-tiny",
+    )
     assert "kept: target.num_threads: 1" in again
 
 

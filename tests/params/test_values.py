@@ -27,10 +27,13 @@ ZERO = {
 every_number = pytest.mark.parametrize("key_path", NUMBERS, ids=".".join)
 
 UNTIL = ("benchmark", "workloads", "eval", "until")
+SET_COLUMNS = ("prepare_prompts", "sets", "columns")  # of any set
 MAPPINGS = {UNTIL, ("fix_data", "columns")}  # null or a mapping
 
 
-@pytest.mark.parametrize("key_path", [key_path for key_path in LEAVES if key_path not in MAPPINGS], ids=".".join)
+@pytest.mark.parametrize(
+    "key_path", [path for path in LEAVES if path not in MAPPINGS and path[:2] + path[3:] != SET_COLUMNS], ids=".".join
+)
 def test_a_mapping_is_no_value_of_any_other_key(key_path: tuple[str, ...]) -> None:
     set_value(key_path, {"a": 1})
     (line,) = list_problems()
@@ -156,7 +159,7 @@ def test_zero_is_refused_but_where_it_means_something(key_path: tuple[str, ...])
         ([{"temperature": 1.0}], "sample_target.temperature.0.weight: missing, and it has no default; write it"),
         (
             [{"temperature": 1, "weight": 1, "top_p": 1}],
-            "sample_target.temperature.0.top_p: unknown key; known keys are temperature, weight; sample_target.top_p holds",
+            "sample_target.temperature.0.top_p: unknown key; known keys are temperature, weight",
         ),
     ],
 )
@@ -243,7 +246,7 @@ def test_a_range_of_ports_is_servers_of_sample_target_and_of_no_cell() -> None:
     ("urls", "message"),
     [
         (["http://gpu1:6007-6000"], "http://gpu1:6007-6000 is no range of ports, expected the lower port first, both from 1 to"),
-        (["http://gpu1:70000"], "http://gpu1:70000 has no such port, expected one from 1 to 65535; correct it"),
+        (["http://gpu1:70000"], "http://gpu1:70000 has no such port, expected one from 1 to 65535"),
         (["http://gpu1:6000-6002", "http://gpu1:6001/v1"], "names http://gpu1:6001 twice; name each server once"),
     ],
 )  # fmt: skip
@@ -260,7 +263,7 @@ def test_wrong_ports_and_servers_named_twice_are_found_when_params_are_read(urls
         ({"baseline": "http://gpu2:0"}, ".baseline: http://gpu2:0 has no such port, expected one from 1 to 65535"),
         (
             {"baseline": "http://gpu2:6000", "e003-t5_1_6": "http://gpu2:6000/v1"},
-            ": names http://gpu2:6000 for baseline and e003-t5_1_6, expected a server for each; give each its own port",
+            ": names http://gpu2:6000 for baseline and e003-t5_1_6, expected a server for each",
         ),
     ],
 )

@@ -23,7 +23,9 @@ def test_epochs_become_a_chain_of_segments_and_its_names_stand_in_every_list(hom
 
 def test_other_keys_are_set_and_empty_fields_change_nothing(home) -> None:
     before = load_params()
-    changes = Changes(trees=["t5_1_6"], other={"train_draft.muon_learning_rate": 0.0003, "sample_target.server.attempts": 2})
+    changes = Changes(
+        trees=["t5_1_6"], other={"train_draft.muon_learning_rate": 0.0003, "sample_target.server.attempts": 2}
+    )
     assert recipes.write_sections(changes.build_sections(before)) == [
         "train_draft.muon_learning_rate: 0.008 -> 0.0003",
         "sample_target.server.attempts: 6 -> 2",
