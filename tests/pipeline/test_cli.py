@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from pipeline import cli, commands, doctor, dvc_graph, estimate, processes, promotion, recipes, reproduce, workspaces
+from pipeline import cli, commands, doctor, dvc_graph, estimate, promotion, recipes, reproduce
 from tests.conftest import ROOT
 
 COMMANDS = (
@@ -49,20 +49,15 @@ def test_make_help_lists_every_target_and_variable() -> None:
 @pytest.mark.parametrize(
     ("words", "module", "function", "given"),
     [
-        (["run"], commands, "run_graph", (False,)),
         (["run", "--verbose"], commands, "run_graph", (True,)),
         (["table"], commands, "read_table", ()),
         (["stale"], commands, "list_stale", ()),
-        (["use", "weather-tiny"], recipes, "use_recipe", ("weather-tiny", False)),
         (["use", "weather-tiny", "--keep"], recipes, "use_recipe", ("weather-tiny", True)),
         (["reproduce", "weather-tiny"], reproduce, "reproduce_recipe", ("weather-tiny", False)),
         (["reproduce", "weather-tiny", "--dry-run"], reproduce, "describe_dry_run", ("weather-tiny", False)),
         (["reproduce", "--compare", "weather-tiny"], reproduce, "compare_recipe", ("weather-tiny", False)),
         (["promote", "a-run"], promotion, "promote_run", ("a-run",)),
-        (["drop", "a-run"], workspaces, "drop_run", ("a-run",)),
         (["pull", "train_draft@e009"], dvc_graph, "pull_inputs", ("train_draft@e009",)),
-        (["doctor"], doctor, "report_findings", (None,)),
-        (["estimate"], estimate, "describe_estimate", (None, None, "h200")),
         (["estimate", "weather-tiny", "--gpu", "h100"], estimate, "describe_estimate", ("weather-tiny", None, "h100")),
         (["estimate", "--params", "mine.yaml"], estimate, "describe_estimate", (None, Path("mine.yaml"), "h200")),
         (["doctor", "weather-tiny"], doctor, "report_findings", ("weather-tiny",)),
@@ -88,25 +83,6 @@ def test_a_command_prints_the_lines_of_its_function(
     printed = capsys.readouterr()
     assert calls == [given] and printed.out == "one line\nanother\n"
     assert printed.err == ("a note\n" if words == ["table"] else "")
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("params.yaml is no file"), "aerie: params.yaml is no file"),
-        (processes.StageError("stage report failed"), "aerie: stage report failed"),
-    ],
-)
-def test_what_the_user_can_correct_ends_with_one_line_and_1(
-    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(verbose: bool) -> list[str]:
-        raise error
-
-    monkeypatch.setattr(commands, "run_graph", fail)
-    with pytest.raises(SystemExit) as ended:
-        cli.run_command_line(["run"])
-    assert ended.value.code == line  # a text as the status is printed, and exits with 1
 
 
 def test_ctrl_c_ends_with_130_and_says_that_nothing_is_lost(

@@ -69,29 +69,6 @@ def test_a_machine_that_can_run_has_no_problem_and_nothing_is_changed(home: Path
     assert after == before
 
 
-def test_gpus_engines_and_remotes_are_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    (home / "serving-env/vllm/bin").mkdir(parents=True)
-    (home / "serving-env/vllm/bin/vllm").touch()
-    (home / "bin").mkdir()
-    (home / "bin/sglang").write_text("#!/bin/sh\n")
-    (home / "bin/sglang").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{home}/bin")
-    config = "[core]\n    no_scm = true\n    analytics = false\n    remote = ours\n"
-    (home / ".dvc/config").write_text(f"{config}['remote \"ours\"']\n    url = {home}/kept\n")
-    found = check()
-    assert found["GPUs"].found == "0, 3"
-    assert found["vllm"].found == "serving-env/vllm/bin/vllm" and found["sglang"].found.startswith("/")
-    assert found["DVC remote"].found == f"ours ({home}/kept)"
-
-
-def test_a_package_that_is_missing_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PACKAGES", ("no-such-package-of-ours",))
-    assert check()["no-such-package-of-ours"] == Finding(
-        "no-such-package-of-ours", "not installed", False, "run: make run"
-    )
-
-
 def test_missing_files_of_the_parameters_and_of_a_recipe_are_problems(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,10 +202,6 @@ def test_a_wrong_params_yaml_is_refused_before_any_stage_runs(project: Project, 
     assert run().stdout == "nothing is stale\n"
 
 
-BLOCKS = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 2, "block_size": 8, "anchors": 64}
-SEGMENTS = {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 6}}
-
-
 def test_with_nothing_to_do_neither_dvc_nor_pydantic_is_imported(project: Project, finished_run: Project) -> None:
     """`make run` with nothing stale started Python three times, and took 4.2 s on a slow machine; right after a run more."""
     assert run().returncode == 0

@@ -12,11 +12,8 @@ import huggingface_hub
 import pytest
 from transformers import (
     AutoConfig,
-    Gemma2Config,
     Llama4TextConfig,
-    LlamaConfig,
     MllamaConfig,
-    PaddleOCRVLConfig,
     PretrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3NextConfig,
@@ -127,21 +124,8 @@ WINDOW = {
 CROSSING = {"cross_attention_layers": [3], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
     "hybrid": (Qwen3NextConfig(**HYBRID), r"is a qwen3_next, which keeps state other than keys and values of its own"),
-    "attention": (Gemma2Config(**MISTRAL), r"is a gemma2, whose attention scaled_dot_product_attention can't compute"),
     "images": (MllamaConfig(text_config=MISTRAL | CROSSING), r"in 1 of its 8 layers \(cross-attention to images\)"),
-    "axes": (
-        PaddleOCRVLConfig(text_config=MISTRAL | {"rope_parameters": WINDOW["rope_parameters"]}),
-        r"text model \(PaddleOCRTextConfig\) has positions on three axes \(mrope_section\) and no class",
-    ),
     "window": (Qwen2_5_VLConfig(text_config=MISTRAL | WINDOW), r"see 24 tokens \(sliding_window\)"),
-    "rope": (
-        LlamaConfig(
-            **MISTRAL,
-            rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}
-            | dict.fromkeys(("short_factor", "long_factor"), [1.0] * 4),
-        ),
-        r"rope_type 'longrope'",
-    ),
     "layers": (Llama4TextConfig(**MISTRAL), r"get_decoder\(\) has no `layers`"),
     "norms": (Starcoder2Config(**MISTRAL), r"no rms_norm_eps"),
 }
