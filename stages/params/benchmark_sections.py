@@ -75,24 +75,21 @@ class Workload(Section):
         is_random = self.prompts == "random"
         if is_random != (self.input_tokens is not None):
             raise ValueError(
-                f"input_tokens is {self.input_tokens} with prompts: {self.prompts}, expected a number for random, else null: "
-                "other prompts have their own lengths"
+                f"input_tokens is {self.input_tokens} with prompts: {self.prompts}, expected a number for random, else null"
             )
         if self.prompts in ("random", "written") and self.num_prompts is None:
             raise ValueError(f"num_prompts is null with prompts: {self.prompts}, expected a number: they have no end")
         if isinstance(self.num_prompts, list) and len(self.num_prompts) != len(self.list_concurrencies()):
             raise ValueError(
-                f"num_prompts is {self.num_prompts} with concurrency {self.concurrency}, expected a number for each concurrency; "
-                "write as many, or one number for all"
+                f"num_prompts is {self.num_prompts} with concurrency {self.concurrency}, expected a number for each, or one"
             )
         if not is_random and self.length_range != 1:
             raise ValueError(
-                f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1: only random prompts "
-                "have drawn lengths"
+                f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1, or random prompts"
             )
         if self.until and self.until.most_repeats < self.repeats:
             raise ValueError(
-                f"until.most_repeats is {self.until.most_repeats}, expected at least repeats, {self.repeats}, the fewest"
+                f"until.most_repeats is {self.until.most_repeats}, expected at least repeats, {self.repeats}"
             )
         if self.stop is not None and self.stop <= self.start:
             raise ValueError(f"stop is {self.stop}, expected more than start, {self.start}; no prompt is between")
@@ -173,30 +170,26 @@ class Benchmark(Section):
             rate = get_named(self.workloads, name, "benchmark.workloads").request_rate
             if rate != "inf":
                 raise ValueError(
-                    f"torch_workloads: workload {name} has request_rate {rate} (expected inf): the torch engine has no "
-                    "arrival times; take it out of benchmark.torch_workloads, or serve it (benchmark_served)"
+                    f"torch_workloads: workload {name} has request_rate {rate}, expected inf: the torch engine has no arrival "
+                    "times; serve it (benchmark_served)"
                 )
             if isinstance(self.workloads[name].num_prompts, list):
                 raise ValueError(
-                    f"torch_workloads: workload {name} has a list of num_prompts, expected one number: the torch engine has as "
-                    "many at each concurrency; take it out of benchmark.torch_workloads, or write a number"
+                    f"torch_workloads: workload {name} has a list of num_prompts, expected one number; write it"
                 )
             if self.mode != "both" and self.workloads[name].until:
                 raise ValueError(
-                    f"mode is {self.mode}, expected both while workload {name} has `until`, which waits for a speedup; set its "
-                    "until to null and repeats to a number"
+                    f"mode is {self.mode}, expected both while workload {name} has `until`; set it to null"
                 )
         if self.samples_drafts:
             for tree in (tree for tree in map(parse_shape, self.trees) if tree.topk > 1):
                 raise ValueError(
                     f"trees: {tree.name} has topk {tree.topk} and draft_sampling is sampled, expected chains "
-                    f"(t{tree.num_steps}_1_{tree.num_steps + 1}): only of chains is a draft verified by the ratio of both "
-                    "probabilities; take it out, or set draft_sampling to greedy"
+                    f"(t{tree.num_steps}_1_{tree.num_steps + 1}); take it out, or set draft_sampling to greedy"
                 )
         if self.num_gpus_total % self.num_gpus_per_model:
             raise ValueError(
-                f"num_gpus_total is {self.num_gpus_total}, expected a multiple of num_gpus_per_model, "
-                f"{self.num_gpus_per_model}, the GPUs that hold one copy of the target; correct one of them"
+                f"num_gpus_total is {self.num_gpus_total}, expected a multiple of num_gpus_per_model, {self.num_gpus_per_model}"
             )
         return self
 
@@ -264,8 +257,5 @@ class BenchmarkServed(Section):
     @model_validator(mode="after")
     def _check_quantised(self) -> "BenchmarkServed":
         if self.server.quantised and self.engine != "llama.cpp":
-            raise ValueError(
-                f"server.quantised is {self.server.quantised}, which only llama.cpp takes, and engine is {self.engine}; use "
-                "null, or engine: llama.cpp"
-            )
+            raise ValueError(f"server.quantised is {self.server.quantised}, expected null with engine {self.engine}")
         return self

@@ -52,8 +52,7 @@ def check_cell_trees(torch: Benchmark, served: BenchmarkServed, drafts: Mapping[
         if idle:
             raise ValueError(
                 f"{section}.trees has {', '.join(trees)}, of which none runs with {', '.join(idle)}; expected one for each of "
-                f"{section}.checkpoints, which take {_describe_drafts(idle, section, served, drafts)}; add one, or take the "
-                "checkpoint out"
+                f"{section}.checkpoints, which take {_describe_drafts(idle, section, served, drafts)}"
             )
         may_be_published = section == "benchmark_served" and any(
             name not in drafts or not drafts[name].family.is_block for name in names
@@ -62,8 +61,7 @@ def check_cell_trees(torch: Benchmark, served: BenchmarkServed, drafts: Mapping[
         if unused and not may_be_published:
             raise ValueError(
                 f"{section}.trees: {', '.join(unused)} can't run with any of {section}.checkpoints, which take "
-                f"{_describe_drafts(names, section, served, drafts)}; take it out, or add a checkpoint that drafts it (a "
-                "block draft: a larger block_size)"
+                f"{_describe_drafts(names, section, served, drafts)}; take it out"
             )
 
 

@@ -81,19 +81,18 @@ def check_column_files(params: Params) -> None:
         if len(fitting) > 1:
             raise ValueError(
                 f"{PARAMS_FILE}: fix_data.columns names {' and '.join(fitting)}, which both fit {file}, expected one; name "
-                "the file itself, or let only one of them fit it"
+                "the file itself"
             )
         used.update(fitting)
     if unknown := [name for name in fix.columns_by_file if name not in used]:
         raise ValueError(
             f"{PARAMS_FILE}: fix_data.columns names {unknown[0]}{suggest_name(unknown[0], files)}, expected the path of a file "
-            f"as seen from fix_data.raw, or a pattern of such paths, found {list_first(files, MAX_SHOWN_FILES)} in {raw}; "
-            "correct it"
+            f"in fix_data.raw, or a pattern, found {list_first(files, MAX_SHOWN_FILES)} in {raw}; correct it"
         )
 
 
 def check_params(params: Params) -> None:
-    """Check what params.yaml names on this machine. Raises ValueError for missing data, folders, files, GPUs and layers."""
+    """Raise ValueError for missing data, folders, files, GPUs and layers that params.yaml names."""
     for check in CHECKS:
         check(params)
 
@@ -136,8 +135,8 @@ def check_device(params: Params) -> None:
     device = params.target.device
     if device != "cpu" and params.schedule.runner == "local" and not may_have_gpu():
         raise ValueError(
-            f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none on this machine or none that "
-            "CUDA_VISIBLE_DEVICES leaves visible; set target.device: cpu, or run where there is one"
+            f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none here, or none in CUDA_VISIBLE_DEVICES; set "
+            "target.device: cpu, or run where there is one"
         )
 
 
@@ -177,9 +176,7 @@ def list_remarks(params: Params) -> Iterator[str]:
         names = [name for name in unused if drafts.get(name, DraftKind()).family.is_replayed == is_replayed]
         keys = "replay_trees.checkpoints and benchmark.checkpoints" if is_replayed else "benchmark.checkpoints"
         if names:
-            yield (
-                f"{', '.join(names)}: made, and neither replayed nor measured; to see what it is worth, add it to {keys}"
-            )
+            yield f"{', '.join(names)}: made, and neither replayed nor measured; add it to {keys}"
 
 
 def check_stored_layers(params: Params) -> None:
@@ -197,7 +194,7 @@ def read_chat_template(name: str | None) -> str | None:
         known = sorted(file.name for file in TEMPLATES_FOLDER.glob("*.jinja"))
         raise ValueError(
             f"{PARAMS_FILE}: target.chat_template is {name}{suggest_name(name, known)}, expected the name of a file in "
-            f"{TEMPLATES_FOLDER}/, which has {', '.join(known) or 'none'}; put it there, so that an edit of it is noticed"
+            f"{TEMPLATES_FOLDER}/, which has {', '.join(known) or 'none'}; put it there"
         )
     import jinja2  # where a template is named
 
@@ -278,8 +275,7 @@ def check_segment_layers(params: Params, stored: list[int]) -> None:
         if missing := [layer for layer in read or [] if layer not in stored]:
             raise ValueError(
                 f"{PARAMS_FILE}: train_draft.checkpoints.{name}.feature_layers is {read}, expected some of target.feature_layers "
-                f"{stored}: add {', '.join(map(str, missing))} there ({sorted({*stored, *missing})}), or name stored ones here, "
-                "or null, which chooses"
+                f"{stored}, or null; write {sorted({*stored, *missing})} there"
             )
 
 

@@ -26,7 +26,7 @@ def check_column_names(columns: dict[str, str]) -> dict[str, str]:
     if not roles & {"prompt", "messages"}:
         raise ValueError(
             f"names columns for {', '.join(columns) or 'nothing'}, expected prompt (and answer, where the data has answers) or "
-            "messages; as {prompt: question, answer: reply}"
+            "messages"
         )
     if "messages" in roles and roles & {"prompt", "input"}:
         raise ValueError("names columns for messages and for prompt or input, expected one of the two; leave one out")
@@ -58,8 +58,7 @@ def check_table_path(path: str) -> str:
     parts = Path(path).parts
     if parts[:2] != TABLES_FOLDER.parts or len(parts) < 3 or ".." in parts or not path.endswith((".yaml", ".yml")):
         raise ValueError(
-            f"is {path}, expected a YAML file in {TABLES_FOLDER}/, which DVC tracks, as {TABLES_FOLDER}/weather.yaml; put it "
-            "there, or set it to null to accept any table"
+            f"is {path}, expected a YAML file in {TABLES_FOLDER}/, or null to accept any table; put it there"
         )
     return path
 
@@ -123,13 +122,10 @@ class FixData(Section):
             raise ValueError(f"min_chars {self.min_chars} is above max_chars {self.max_chars}; lower it")
         if self.columns is not None and self.format != "auto":
             raise ValueError(
-                f"format is {self.format}, expected auto while columns names the columns: they say the format; set format: auto"
+                f"format is {self.format}, expected auto while columns names the columns; set format: auto"
             )
         if self.eval_rows is not None and self.eval_file is None:
-            raise ValueError(
-                f"eval_rows is {self.eval_rows}, expected null while eval_file is null, since the split is then by "
-                "eval_share; set eval_file, or eval_rows to null"
-            )
+            raise ValueError(f"eval_rows is {self.eval_rows}, expected null while eval_file is null; set eval_file")
         return self
 
     @property
@@ -193,8 +189,7 @@ class SamplingServer(Section):
     def is_launched_or_running(self) -> "SamplingServer":
         if self.launch and self.base_urls:
             raise ValueError(
-                f"launch is {self.launch} and base_urls names {len(self.base_urls)} server(s), expected one of the two: "
-                "set launch to null to use yours, or base_urls to [] to have one started"
+                f"launch is {self.launch} and base_urls names {len(self.base_urls)} server(s), expected one of the two"
             )
         return self
 
@@ -242,13 +237,11 @@ class SampleTarget(Section):
     def backend_has_what_it_needs(self) -> "SampleTarget":
         if self.backend == "server" and not self.server.is_configured:
             raise ValueError(
-                "backend is server, but neither server.launch nor server.base_urls is set; name your servers in "
-                "base_urls, or set launch to transformers, sglang, vllm or llama.cpp"
+                "backend is server, expected server.launch or server.base_urls, found neither; set one of them"
             )
         if self.history == "target" and self.backend != "server":
             raise ValueError(
-                f"history is target, expected data with backend {self.backend}: asking a later turn after the target's own "
-                "earlier answers needs backend: server"
+                f"history is target, expected data with backend {self.backend}; set data, or backend: server"
             )
         return self
 

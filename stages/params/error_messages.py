@@ -28,7 +28,7 @@ def explain_errors(errors: Sequence[Any], root: type[Section]) -> list[str]:
     errors = _leave_out_guessed(errors)
     meant = _pair_misspelt(errors)
     return [
-        _explain_misspelt(error["loc"], meant[error["loc"]]) if error["loc"] in meant else _explain_error(error, root)
+        _explain_error(error, root, meant.get(error["loc"]))
         for error in errors
         if error["type"] != "missing" or error["loc"] not in meant.values()
     ]
@@ -65,19 +65,17 @@ def _pair_misspelt(errors: Sequence[Any]) -> dict[Location, Location]:
     return pairs
 
 
-def _explain_misspelt(found: Location, meant: Location) -> str:
-    return f"{'.'.join(_strip_union_tags(found))}: unknown key, and {meant[-1]} is missing (did you mean {meant[-1]}?); rename it"
-
-
 def _strip_union_tags(location: Location) -> list[str]:
     return [str(part) for part in location if part not in UNION_TAGS]
 
 
-def _explain_error(error: Any, root: type[Section]) -> str:
-    """Explain one pydantic error of `root` as "key: expected, found, what to do"."""
+def _explain_error(error: Any, root: type[Section], meant: Location | None) -> str:
+    """Explain one pydantic error of `root` as "key: expected, found, what to do"; `meant` is the missing key it stands for."""
     key_path = _strip_union_tags(error["loc"])
     key, kind, found = ".".join(key_path), error["type"], f"found {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
+    if meant:
+        return f"{key}: unknown key, and {meant[-1]} is missing (did you mean {meant[-1]}?); rename it"
     if kind == "value_error":  # raised by our validators: already complete
         return f"{key}: {message}" if key else message
     if kind == "union_tag_invalid":
@@ -88,16 +86,9 @@ def _explain_error(error: Any, root: type[Section]) -> str:
         known = _known_keys(error["loc"][:-1], root)
         known += ["method"] if _has_method(error["loc"]) and "method" not in known else []
         nearest = suggest_name(key_path[-1], known)
-        above = [
-            key_path[:depth]
-            for depth in range(1, len(key_path) - 1)
-            if key_path[-1] in _known_keys(key_path[:depth], root)
-        ]
-        shared = f"; {'.'.join([*above[-1], key_path[-1]])} holds for all" if above else ""
-        advice = "Correct the spelling, or leave the key out"
-        return f"{key}: unknown key{nearest}; known keys are {', '.join(known)}{shared}. {advice}"
+        return f"{key}: unknown key{nearest}; known keys are {', '.join(known)}. Correct the spelling, or leave the key out"
     if kind == "missing":
-        return f"{key}: missing, and it has no default; write it{_advise_on_missing(error['loc'], root)}"
+        return f"{key}: missing, and it has no default; write it (docs/params.yaml says what it is)"
     if kind in ("model_type", "dict_type"):
         return f"{key}: expected a section with {', '.join(_known_keys(error['loc'], root))}, {found}"
     if isinstance(error["input"], int | float) and not isinstance(error["input"], bool):
@@ -116,18 +107,6 @@ def _explain_error(error: Any, root: type[Section]) -> str:
     # Pydantic's messages: "Input should be greater than 0", "List should have at least 1 item after validation, not 0".
     expected = re.sub(r"^\w+ should (be|have) ", "expected ", message)
     return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r}"
-
-
-def _advise_on_missing(location: Location, root: type[Section]) -> str:
-    """Return where a missing key is explained, or for what the user has named, which keys it has."""
-    above = [depth for depth in range(len(location) - 1) if location[depth] not in UNION_TAGS]
-    named = [depth for depth in above if str(location[depth]) not in _known_keys(location[:depth], root)]
-    if not named:
-        return " (docs/params.yaml says what it is)"
-    section = _find_section(location[:-1], root)
-    fields = {field.alias or name: field for name, field in section.model_fields.items()}
-    allowed = " (null is allowed)" if type(None) in get_args(fields[location[-1]].annotation) else ""
-    return f"{allowed}; {'.'.join(_strip_union_tags(location[:-1]))} has the keys {', '.join(fields)}"
 
 
 def _known_keys(location: Sequence[Any], root: type[Section]) -> list[str]:

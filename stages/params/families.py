@@ -288,7 +288,7 @@ class DraftKind:
 
     def is_served(self, shape: TreeShape) -> bool:
         """Return whether a serving engine can run the shape."""
-        return any(self.explain_unserved(engine, shape) is None for engine in ENGINES)
+        return self.list_engines(shape) != TORCH_ONLY
 
     def list_engines(self, shape: TreeShape) -> str:
         """Return the engines that run the shape, in words."""
@@ -331,10 +331,7 @@ def _explain_unserved_ngram(shape: TreeShape) -> str | None:
 def _explain_unserved_block(shape: TreeShape, family: DraftFamily, whole: TreeShape) -> str | None:
     """Return why no engine runs a tree with a block draft; None for the chain of the whole block."""
     if shape.topk > 1:
-        return (
-            f"engines verify chains only of {family.title} drafts, this tree has topk {shape.topk}: the torch engine alone "
-            "runs it"
-        )
+        return f"engines verify chains only of {family.title} drafts, this tree has topk {shape.topk}"
     if shape.num_steps != whole.num_steps:
         return (
             f"a block of this {family.title} draft has {whole.num_steps} drafts and this chain {shape.num_steps}: told another "

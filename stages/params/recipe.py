@@ -75,7 +75,5 @@ class Recipe(Section):
     def has_targets(self) -> "Recipe":
         for n, match in enumerate(self.beside):
             if "target" not in match.rows:
-                raise ValueError(
-                    f"beside.{n}.rows has no target, expected the name that {match.publication} uses; add it"
-                )
+                raise ValueError(f"beside.{n}.rows has no target, expected the name that {match.publication} uses")
         return self

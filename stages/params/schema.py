@@ -20,7 +20,7 @@ from stages.params.error_messages import explain_errors
 from stages.params.families import EAGLE, EAGLE3, DraftKind, list_titles
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
-from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, RUN_PARAMS, Section, Text, suggest_name
+from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, RUN_PARAMS, Section, Text, get_named, suggest_name
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import MIN_TIMED_TREES, ReplayTrees, TimeTrees
 from stages.params.tree_shape import parse_shape
@@ -42,9 +42,7 @@ class Report(Section):
     @classmethod
     def is_of_no_stage(cls, output_dir: str) -> str:
         if output_dir.removeprefix("results/") in STAGE_FOLDERS:
-            raise ValueError(
-                f"is {output_dir}, which stages write; name another folder in results/, as results/answers"
-            )
+            raise ValueError(f"is {output_dir}, which stages write; name another folder in results/")
         return output_dir
 
 
@@ -96,9 +94,7 @@ class Params(Section):
             raise ValueError(f"import_draft.checkpoints.{taken[0]} is made by another stage; choose another name")
         made, named = [*trained, *imported], self._list_named_checkpoints()
         timeable = [*self.init_draft.checkpoints, *made]  # e000 costs what a trained one does
-        known = {
-            key: timeable if key in ("time_trees.checkpoints", "serving_costs.checkpoint") else made for key in named
-        }
+        known = {key: timeable if key.startswith(("time_trees", "serving_costs")) else made for key in named}
         for name, segment in trained.items():
             key = f"train_draft.checkpoints.{name}.from"
             named[key], known[key] = [segment.from_], [ROOT_CHECKPOINT, *(other for other in trained if other != name)]
@@ -113,18 +109,16 @@ class Params(Section):
                 f"{', '.join(known[keys[0]])}"
                 for name, keys in unknown.items()
             ]
-            raise ValueError(
-                f"{'; '.join(problems)}; correct it, or add it to train_draft.checkpoints or import_draft.checkpoints"
-            )
+            raise ValueError(f"{'; '.join(problems)}; correct it, or train or import it")
         for key, names in self._list_named_checkpoints().items():
             for name in names if key != "benchmark.checkpoints" else []:
                 family = self.drafts.get(name, DraftKind()).family
                 is_served = (key, self.benchmark_served.engine) == ("benchmark_served.checkpoints", family.served_by)
                 if not family.is_replayed and not is_served:
+                    served = f", or in benchmark_served's with engine {family.served_by}" if family.served_by else ""
                     raise ValueError(
                         f"{key}: {name!r} is of {family.name}, expected checkpoints of EAGLE-3 or block drafts; name it in "
-                        "benchmark.checkpoints"
-                        + (f", or in benchmark_served's with engine {family.served_by}" if family.served_by else "")
+                        f"benchmark.checkpoints{served}"
                     )
 
     def _list_named_checkpoints(self) -> dict[str, list[str]]:
@@ -144,45 +138,38 @@ class Params(Section):
         if trained and not initial:
             raise ValueError(
                 f"init_draft.checkpoints is [] and train_draft.checkpoints has {', '.join(trained)}, expected "
-                f"[{ROOT_CHECKPOINT}], which they start from; write it, or set train_draft.checkpoints to {{}}"
+                f"[{ROOT_CHECKPOINT}], from which they start"
             )
         if initial and self.sample_target.train_rows == 0:
             raise ValueError(
-                f"sample_target.train_rows is 0 and init_draft.checkpoints [{ROOT_CHECKPOINT}], whose vocabulary and training "
-                "need training rows; raise it, or set init_draft.checkpoints to []"
+                f"sample_target.train_rows is 0 and init_draft.checkpoints [{ROOT_CHECKPOINT}], which needs training rows; "
+                "raise it, or set init_draft.checkpoints to []"
             )
 
     def _check_workloads(self) -> None:
         """Raise ValueError for workloads that no engine or prompt set fits."""
         for name in self.benchmark_served.workloads:
-            if name not in self.benchmark.workloads:
-                raise ValueError(
-                    f"benchmark_served.workloads: {name!r} is no workload"
-                    f"{suggest_name(name, self.benchmark.workloads)}, expected some of "
-                    f"{', '.join(self.benchmark.workloads)}; correct it, or add it to benchmark.workloads"
-                )
-            if self.benchmark.workloads[name].until and not self.benchmark_served.interleave:
+            workload = get_named(self.benchmark.workloads, name, "benchmark.workloads")
+            if workload.until and not self.benchmark_served.interleave:
                 raise ValueError(
                     f"benchmark.workloads.{name}.until is set and the workload served, expected benchmark_served.interleave: "
-                    "true: only beside its own baseline a cell knows its speedup while it measures; set it, or until to null"
+                    "true, so that a cell knows its speedup while it measures; set it, or until to null"
                 )
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
             raise ValueError(
                 f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
-                "expected 1: a target is divided over GPUs only; set target.device to cuda"
+                "expected 1; set target.device to cuda"
             )
         if not self.benchmark.torch_workloads and not self.benchmark_served.workloads:
             raise ValueError(
-                "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload in one of them: "
-                "the report would be empty"
+                "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload in one of them"
             )
         for name, workload in self.benchmark.workloads.items():
             if workload.prompts not in OWN_PROMPTS | set(self.prepare_prompts.sets):
                 known = [*sorted(OWN_PROMPTS), *self.prepare_prompts.sets]
                 raise ValueError(
-                    f"benchmark.workloads.{name}.prompts is {workload.prompts!r}"
-                    f"{suggest_name(workload.prompts, known)}, expected one of {', '.join(known)}; correct it, or add "
-                    "the set to prepare_prompts.sets"
+                    f"benchmark.workloads.{name}.prompts is {workload.prompts!r}{suggest_name(workload.prompts, known)}, "
+                    f"expected one of {', '.join(known)}; correct it, or add the set to prepare_prompts.sets"
                 )
             prompt_set = self.prepare_prompts.sets.get(workload.prompts)
             if workload.grade and not (prompt_set and prompt_set.can_be_graded):
@@ -194,19 +181,10 @@ class Params(Section):
     def _check_serving_costs(self) -> None:
         """Raise ValueError for a workload whose cycles can't be timed with simulated acceptance, or for too few of them."""
         for name in self.serving_costs.workloads:
-            if name not in self.benchmark.workloads:
-                raise ValueError(
-                    f"serving_costs.workloads names {name!r}{suggest_name(name, self.benchmark.workloads)}, expected some of "
-                    f"benchmark.workloads: {', '.join(self.benchmark.workloads)}"
-                )
-            workload = self.benchmark.workloads[name]
+            workload = get_named(self.benchmark.workloads, name, "benchmark.workloads")
+            is_endless = workload.ignore_eos or workload.prompts == "eval"
             for key, found, expected, reason in (
-                (
-                    "ignore_eos",
-                    workload.ignore_eos or workload.prompts == "eval",
-                    True,
-                    "simulated answers have no end",
-                ),
+                ("ignore_eos", is_endless, True, "simulated answers have no end"),
                 ("request_rate", workload.request_rate, "inf", "the batch would follow the arrivals"),
                 ("grade", workload.grade, False, "simulated answers are meaningless"),
                 ("until", workload.until, None, "servers are measured one after the other"),
@@ -220,30 +198,27 @@ class Params(Section):
             if len(caps) < len(workload.list_concurrencies()):
                 raise ValueError(
                     f"serving_costs.workloads: benchmark.workloads.{name}.concurrency has null or the same number twice, "
-                    "expected different numbers of requests at once; correct it, or name another workload"
+                    "expected different numbers"
                 )
             if len(caps) * len(self.serving_costs.trees) < MIN_TIMED_TREES:
                 raise ValueError(
                     f"serving_costs.trees has {len(self.serving_costs.trees)} trees, and benchmark.workloads.{name} {len(caps)} "
-                    f"numbers of requests at once, expected at least {MIN_TIMED_TREES} pairs: each is left out once, to see how "
-                    f"well the others predict it; name {-(-MIN_TIMED_TREES // len(caps))} trees or more"
+                    f"numbers of requests at once, expected at least {MIN_TIMED_TREES} pairs for a fit; name more trees"
                 )
             for cap in sorted(caps):
                 prompts = workload.limit_prompts(cap)
                 if prompts is not None and prompts < cap:
                     raise ValueError(
                         f"serving_costs.workloads: benchmark.workloads.{name} sends {prompts} prompts at concurrency {cap}, "
-                        f"expected {cap} or more, better several times as many: the batch would never hold {cap}; raise "
-                        "num_prompts, of which a list has a number for each concurrency"
+                        f"expected {cap} or more; raise num_prompts"
                     )
 
     def _check_depths(self) -> None:
         """Raise ValueError for a tau that can't be reached, or a sliding window shorter than the deepest tree."""
         if (self.check_overfit.min_tau or 1) > self.train_draft.ttt_steps + 1:
             raise ValueError(
-                f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached: a chain of train_draft.ttt_steps = "
-                f"{self.train_draft.ttt_steps} drafts commits at most {self.train_draft.ttt_steps + 1} "
-                "tokens per verify cycle; lower it"
+                f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached, expected at most "
+                f"train_draft.ttt_steps + 1 = {self.train_draft.ttt_steps + 1} tokens per verify cycle; lower it"
             )
         names = [*(self.replay_trees.trace_trees or ()), *self.benchmark.trees, *self.benchmark_served.trees]
         depths = [*self.replay_trees.num_steps, *self.time_trees.num_steps]
@@ -255,8 +230,7 @@ class Params(Section):
         window = self.init_draft.sliding_window
         if window is not None and window < deepest:
             raise ValueError(
-                f"init_draft.sliding_window is {window}, expected at least the most steps asked for, {deepest}: a step would "
-                "not attend to its own first; raise it (thousands are usual)"
+                f"init_draft.sliding_window is {window}, expected at least the most steps asked for, {deepest}; raise it"
             )
 
     def _check_cell_trees(self) -> None:
@@ -269,8 +243,7 @@ class Params(Section):
             if name in drafts and not drafts[name].family.samples_drafts:
                 raise ValueError(
                     f"benchmark.checkpoints: {name} is of {drafts[name].family.title} and benchmark.draft_sampling is sampled, "
-                    f"expected block drafts ({list_titles()}), whose chains alone have sampled drafts; take it out, or set "
-                    "draft_sampling to greedy"
+                    f"expected block drafts ({list_titles()}); take it out, or set draft_sampling to greedy"
                 )
         for name in self.time_trees.checkpoints:
             if name in drafts and (depth := drafts[name].depth):

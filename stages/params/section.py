@@ -57,10 +57,7 @@ def _check_unique(names: list[str]) -> list[str]:
 
 def _check_increasing(ids: list[int]) -> list[int]:
     if ids != (ordered := sorted(set(ids))):
-        raise ValueError(
-            f"is {ids}, expected ids in increasing order, each once: features are stored in the order of the target's blocks, "
-            f"and a draft's weights follow it; write {ordered}"
-        )
+        raise ValueError(f"is {ids}, expected ids in increasing order, each once; write {ordered}")
     return ids
 
 

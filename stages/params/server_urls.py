@@ -29,11 +29,10 @@ def _expand_url(given: str) -> list[str]:
         return [url]
     first, last = int(match[2]), int(match[3] or match[2])
     if match[3] is None and not 0 < first <= MAX_PORT:
-        raise ValueError(f"{given} has no such port, expected one from 1 to {MAX_PORT}; correct it")
+        raise ValueError(f"{given} has no such port, expected one from 1 to {MAX_PORT}")
     if not 0 < first <= last <= MAX_PORT or last - first >= MAX_RANGE:
         raise ValueError(
-            f"{given} is no range of ports, expected the lower port first, both from 1 to {MAX_PORT}, and at most {MAX_RANGE} "
-            "of them; write it as http://host:6000-6007"
+            f"{given} is no range of ports, expected the lower port first, both from 1 to {MAX_PORT}, at most {MAX_RANGE}"
         )
     return [f"{match[1]}:{port}" for port in range(first, last + 1)]
 
@@ -56,9 +55,7 @@ def _check_one_configuration_each(base_urls: dict[str, str]) -> dict[str, str]:
     for name, url in base_urls.items():
         names.setdefault(strip_api_path(url), []).append(name)
     if shared := next((url for url, several in names.items() if len(several) > 1), None):
-        raise ValueError(
-            f"names {shared} for {' and '.join(names[shared])}, expected a server for each; give each its own port"
-        )
+        raise ValueError(f"names {shared} for {' and '.join(names[shared])}, expected a server for each")
     return base_urls
 
 

@@ -50,8 +50,7 @@ def check_target_folder(model: str, folder: Path, has_template: bool, trust_remo
     check_file_kinds(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"{PARAMS_FILE}: target.model {model} has no config.json, expected the folder of a transformers model; name its "
-            "folder, or copy the file there"
+            f"{PARAMS_FILE}: target.model {model} has no config.json, expected the folder of a transformers model"
         )
     list_weight_files(folder)
     check_tokenizer_files(model, folder)
@@ -84,8 +83,7 @@ def check_tokenizer_files(model: str, folder: Path) -> None:
     """Raise ValueError where the folder of the target `model` has no file of a tokenizer."""
     if not any(path for name in TOKENIZER_FILES for path in folder.glob(name)):
         raise ValueError(
-            f"{PARAMS_FILE}: target.model {model} has no tokenizer, expected one of {', '.join(TOKENIZER_FILES)} in {folder}; "
-            "copy the tokenizer's files there"
+            f"{PARAMS_FILE}: target.model {model} has no tokenizer, expected one of {', '.join(TOKENIZER_FILES)} in {folder}"
         )
 
 
@@ -102,16 +100,14 @@ def _may_have_template(folder: Path) -> bool:
     """Return whether a file of the folder holds a chat template, or can't be read: prepare_target then says what is wrong."""
     if any(path for name in TEMPLATE_FILES for path in folder.glob(name)):
         return True
-    configs = [folder / name for name in ("tokenizer_config.json", "processor_config.json")]
-    return any(_names_template(config) for config in configs if config.is_file())
-
-
-def _names_template(config: Path) -> bool:
-    try:
-        found: Any = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return True
-    return not isinstance(found, dict) or bool(found.get("chat_template"))
+    for config in (folder / name for name in ("tokenizer_config.json", "processor_config.json")):
+        try:
+            found: Any = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        except (OSError, ValueError, RecursionError):
+            return True
+        if not isinstance(found, dict) or found.get("chat_template"):
+            return True
+    return False
 
 
 def _describe_missing_weights(folder: Path) -> str:
@@ -121,10 +117,7 @@ def _describe_missing_weights(folder: Path) -> str:
         return f"{problem}, found {shards[0]} without {INDEX_FILE}, which names all of them; copy or download it too"
     pickles = sorted(f.name for f in folder.iterdir() if f.suffix in PICKLE_SUFFIXES and f.name not in NO_WEIGHTS)
     if not pickles:
-        return (
-            f"{problem}, found none (pickles of a hub are not downloaded); copy or download the weights, or name another target; "
-            "of one that has pickles only, download them and set target.model to the folder"
-        )
+        return f"{problem}, found none (pickles of a hub are not downloaded); copy or download the weights"
     pattern = "pytorch_model*.bin" if pickles[0].startswith("pytorch_model") else pickles[0]
     return (
         f"{problem}, found {', '.join(pickles[:MAX_SHOWN])}, pickles, which run code when they are read; convert them where you "

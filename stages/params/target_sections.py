@@ -58,8 +58,5 @@ class ExtractHiddens(Section):
     @model_validator(mode="after")
     def has_one_source(self) -> "ExtractHiddens":
         if self.online and self.import_ is not None:
-            raise ValueError(
-                f"online is true and import is {self.import_}, expected one of the two: imported hidden states are "
-                "stored already; set online to false, or import to null"
-            )
+            raise ValueError(f"online is true and import is {self.import_}, expected one of the two")
         return self

@@ -66,7 +66,7 @@ class ReplayTrees(TreeGrid):
         if not self.list_trees():
             raise ValueError(
                 f"no tree of num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens {self.num_draft_tokens} can be "
-                "built: num_draft_tokens - 1 is above topk + (num_steps - 1) * topk**2 in each; write smaller num_draft_tokens"
+                "built; write smaller num_draft_tokens"
             )
         return self
 
@@ -100,8 +100,7 @@ class TimeTrees(TreeGrid):
         if count < MIN_TIMED_TREES:
             raise ValueError(
                 f"num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens {self.num_draft_tokens} make {count} trees, "
-                f"expected at least {MIN_TIMED_TREES}: each is left out once, to see how well the others predict it; write "
-                "longer lists"
+                f"expected at least {MIN_TIMED_TREES} for a fit; write longer lists"
             )
         return self
 
@@ -112,7 +111,6 @@ class TimeTrees(TreeGrid):
             raise ValueError(
                 f"time_trees: {len(trees)} trees of num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens "
                 f"{self.num_draft_tokens} are no deeper than the {num_drafts} drafts of a block of {checkpoint}, expected "
-                f"at least {MIN_TIMED_TREES}, for a fit; write more num_steps of at most {num_drafts}, or leave {checkpoint} "
-                "out of time_trees.checkpoints"
+                f"at least {MIN_TIMED_TREES} for a fit; write more num_steps of at most {num_drafts}"
             )
         return trees
