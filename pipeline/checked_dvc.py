@@ -84,28 +84,17 @@ def _check_copy(cache: Any, oid: str, check_hash: bool = True, _info: dict[str, 
         if stat.S_IMODE(info["mode"]) != cache.CACHE_MODE:
             cache.protect(path)
         return meta
-    kept = _set_aside(Path(path), oid)
-    log.warning(_describe_damage(kept, oid))
-    raise ObjectFormatError(f"{path} is damaged")
-
-
-def _set_aside(copy: Path, oid: str) -> Path:
-    """Move a copy out of DVC's folders and keep its bytes: they may be an edit that the user wants."""
-    folder = copy.parents[3] / DAMAGED  # of CACHE/files/md5/ab/cdef...
-    folder.mkdir(exist_ok=True)
-    kept = folder / f"{oid}.{copy.stat().st_mtime_ns}"  # the same name may be damaged twice, differently
-    os.replace(copy, kept)
-    return kept
-
-
-def _describe_damage(kept: Path, oid: str) -> str:
-    names = list(_list_outputs(kept.parents[1], oid))
-    origin = "; ".join(names) if names else "data that no stage made"
-    return (
-        f"the cached copy of {origin} does not have the bytes it was kept with: a program wrote into the output in place, "
-        f"which is a hard link to that copy. It is set aside as {os.path.relpath(kept)} and is not restored. The stage that "
-        "made it runs again when its result is needed; where a remote has the result, `dvc fetch` brings it back without a run"
+    # Out of DVC's folders, and not removed: its bytes may be an edit that the user wants.
+    root = Path(path).parents[3]  # of CACHE/files/md5/ab/cdef...
+    (root / DAMAGED).mkdir(exist_ok=True)
+    kept = root / DAMAGED / f"{oid}.{Path(path).stat().st_mtime_ns}"  # the same name may be damaged twice, differently
+    os.replace(path, kept)
+    origin = "; ".join(_list_outputs(root, oid)) or "data that no stage made"
+    log.warning(
+        f"the cached copy of {origin} does not have the bytes it was kept with: a program wrote into the output in place. It is "
+        f"set aside as {os.path.relpath(kept)}; the stage that made it runs again, or `dvc fetch` brings the result back"
     )
+    raise ObjectFormatError(f"{path} is damaged")
 
 
 def _list_outputs(cache: Path, oid: str) -> Iterator[str]:

@@ -354,7 +354,10 @@ def run_command_line(words: list[str]) -> None:
     filter_terminal()
     with watch_ctrl_c() as interrupted:
         try:
-            status = _run_command(words)
+            command = typer.main.get_command(app)
+            status = command(words or ["--help"], prog_name="aerie", standalone_mode=False)
+            if not words:
+                raise ValueError("expected a command, found none")
         except typer.Abort:  # how typer before 0.20 reports Ctrl-C
             status = INTERRUPTED
         except Exception as error:
@@ -367,16 +370,6 @@ def run_command_line(words: list[str]) -> None:
         print(f"aerie: {commands.describe_stop(words, started)}", file=sys.stderr)
     if status:
         sys.exit(status)
-
-
-def _run_command(words: list[str]) -> int | None:
-    """Run one command and return its exit status, None for success; without words print the help and raise ValueError."""
-    command = typer.main.get_command(app)
-    if not words:
-        command(["--help"], prog_name="aerie", standalone_mode=False)
-        raise ValueError("expected a command, found none")
-    status: int | None = command(words, prog_name="aerie", standalone_mode=False)
-    return status
 
 
 def _exit_with_line(error: Exception, words: list[str]) -> NoReturn:

@@ -89,9 +89,7 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
         raise ValueError(str(error)) from error
     except sqlite3.OperationalError as error:  # of its cache of files' hashes
         if number := _find_error_number(error, Path(site_cache_dir())):
-            problem = (
-                f"{os.strerror(number)}, where DVC keeps the hashes of files (DVC_SITE_CACHE_DIR names another folder)"
-            )
+            problem = f"{os.strerror(number)}, where DVC keeps the hashes of files (DVC_SITE_CACHE_DIR)"
             raise OSError(number, problem, site_cache_dir()) from error
         raise
 
@@ -142,8 +140,6 @@ def explain_stale(names: list[str] | None = None) -> dict[str, list[str]]:
 
 def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
     """Return what `explain_stale` does. Raises BusyError where another process works on what is asked about."""
-    # Which of them the run-cache would restore is not told. Its key is a hash over the content of all inputs: unknown below a
-    # stale stage until that has run, and of the others DVC finds it only by hashing every changed input again, as a run does.
     if names is None and freshness.read_fresh_stages() is not None:
         return {}
     with open_repo() as repo:
@@ -152,9 +148,13 @@ def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
         found = {name.rpartition(":")[2]: changes for name, changes in repo.status(targets=names).items()}
         new = {_get_stage_name(stage) for stage in repo.index.stages if not any(dep.hash_info for dep in stage.deps)}
         recorded, stages = _list_recorded_inputs(repo), _sort_stages(repo)
-        texts = _render_inputs(bool(names)) if recorded else {}
+        texts = dict[Path, str]()
+        if names:  # in a run, which has begun with `inputs`
+            texts = {path: path.read_text(encoding="utf-8") for path in stage_inputs.INPUTS_FOLDER.glob("*.json")}
+        elif recorded:
+            texts = stage_inputs.render_all(schema.load_params(edited=True))
         changed = {
-            name: _explain_inputs(_read_cached_inputs(repo, oid), texts[path])
+            name: _explain_inputs(repo, oid, texts[path])
             for name, (path, oid) in recorded.items()
             if path in texts and _hash_text(texts[path]) != oid
         }
@@ -171,10 +171,6 @@ def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
         if paths and not reasons:
             freshness.remember_fresh(paths, digest, stages)
     return reasons
-
-
-def _read_inputs_files() -> dict[Path, str]:
-    return {path: path.read_text(encoding="utf-8") for path in stage_inputs.INPUTS_FOLDER.glob("*.json")}
 
 
 def _list_restorable(repo: Any, stale: list[str], texts: dict[Path, str]) -> Iterator[str]:
@@ -218,11 +214,6 @@ def _hash_text(text: str) -> str:
     return hashlib.md5(text.encode()).hexdigest()
 
 
-def _render_inputs(in_run: bool) -> dict[Path, str]:
-    """Return the text of each file of inputs: in a run, which has begun with `inputs`, as it is, else as it would be now."""
-    return _read_inputs_files() if in_run else stage_inputs.render_all(schema.load_params(edited=True))
-
-
 def _list_recorded_inputs(repo: Any) -> dict[str, tuple[Path, str]]:
     """Return the path of each stage's inputs, and the hash of those that it last ran with."""
     folder = stage_inputs.INPUTS_FOLDER.as_posix()
@@ -234,16 +225,10 @@ def _list_recorded_inputs(repo: Any) -> dict[str, tuple[Path, str]]:
     }
 
 
-def _read_cached_inputs(repo: Any, oid: str) -> stage_inputs.Inputs | None:
+def _explain_inputs(repo: Any, oid: str, text: str) -> list[str]:
     try:
-        found: stage_inputs.Inputs = json.loads(Path(repo.cache.local.oid_to_path(oid)).read_bytes())
+        old = json.loads(Path(repo.cache.local.oid_to_path(oid)).read_bytes())
     except (OSError, ValueError):
-        return None
-    return found
-
-
-def _explain_inputs(old: stage_inputs.Inputs | None, text: str) -> list[str]:
-    if old is None:
         return ["its parameters or code changed; those of its last run are not in this cache"]
     return stage_inputs.list_differences(old, json.loads(text))
 
@@ -315,17 +300,14 @@ def repair_lock() -> str | None:
             return None
         if any(line.startswith(CONFLICT) for line in text.splitlines()):
             raise ValueError(
-                f"{LOCK_FILE} holds conflicts of a merge, expected none; resolve them (either side will do: what ran before "
-                f"comes from DVC's run-cache), as with git checkout --ours {LOCK_FILE}, and run again"
+                f"{LOCK_FILE} holds conflicts of a merge, expected none; run: git checkout --ours {LOCK_FILE}"
             )
         shown = subprocess.run(["git", "show", f"HEAD:./{LOCK_FILE}"], capture_output=True, text=True)
         if shown.returncode == 0 and _is_valid_lock(shown.stdout):
             mode = LOCK_FILE.stat().st_mode
             atomic.write_text(LOCK_FILE, shown.stdout)
             LOCK_FILE.chmod(mode)
-            return (
-                f"{LOCK_FILE} was cut by a kill; restored from the last commit, what ran since comes from the run-cache"
-            )
+            return f"{LOCK_FILE} was cut by a kill; restored from the last commit, the rest comes from the run-cache"
         LOCK_FILE.unlink()
         return f"{LOCK_FILE} was cut by a kill and no commit has it; removed, what ran comes from the run-cache"
 
@@ -419,7 +401,5 @@ def check_stage_name(name: str) -> str:
     DVC would take any other name for a path or an option.
     """
     if not re.fullmatch(STAGE_NAME, name):
-        raise ValueError(
-            f"{name!r} is not the name of a stage, expected NAME or NAME@VALUE; `dvc stage list` shows them"
-        )
+        raise ValueError(f"{name!r} is not the name of a stage, expected NAME or NAME@VALUE; see `dvc stage list`")
     return name

@@ -23,11 +23,6 @@ def compute_run_cache_key(stage: Any) -> str:
     return str(_get_stage_hash(stage))
 
 
-def locate_run_cache_entries(repo: Any, key: str) -> Path:
-    """Return the folder of the entries of this key, which may not exist."""
-    return Path(repo.stage_cache.cache_dir, key[:2], key)
-
-
 def load_cached_run(repo: Any, stage: Any) -> Any:
     """Return a DVC stage with the outputs of the newest run with these inputs; None if the run-cache here has none."""
     from dvc.stage.cache import _can_hash

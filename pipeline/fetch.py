@@ -56,13 +56,19 @@ def fetch_file(path: Path, source: RecipeFile) -> str:
     part = path.with_name(f".{path.name}.part")
 
     def download() -> None:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.file_download import http_get  # goes on after a cut, and shows a bar
+
         path.parent.mkdir(parents=True, exist_ok=True)
         if source.url:
-            _download_url(source.url, part)
+            with part.open("wb") as file:
+                http_get(source.url, file)
         elif source.package:
             _copy_from_package(source, part)
         else:
-            shutil.copyfile(_download_from_hub(source), part)
+            assert source.dataset and source.file
+            from_hub = hf_hub_download(source.dataset, source.file, repo_type="dataset", revision=source.revision)
+            shutil.copyfile(from_hub, part)
 
     try:
         _explain_failures(origin, source.dataset, download)
@@ -82,20 +88,6 @@ def fetch_dataset(source: PromptSet) -> str:
 
     rows = _explain_failures(source.from_, source.from_, download)
     return f"{source.from_}: {rows} rows in the cache of the Hub"
-
-
-def _download_url(url: str, part: Path) -> None:
-    from huggingface_hub.file_download import http_get  # goes on after a cut, and shows a bar
-
-    with part.open("wb") as file:
-        http_get(url, file)
-
-
-def _download_from_hub(source: RecipeFile) -> str:
-    from huggingface_hub import hf_hub_download
-
-    assert source.dataset and source.file
-    return hf_hub_download(source.dataset, source.file, repo_type="dataset", revision=source.revision)
 
 
 def _copy_from_package(source: RecipeFile, part: Path) -> None:

@@ -74,7 +74,11 @@ def reproduce_recipe(recipe: RecipeName) -> State[None]:
     return _run_graph(
         lambda params: f"reproduce {recipe}",
         lambda: _log_lines(reproduce.take_recipe(recipe)),
-        lambda: _publish_comparison(recipe),
+        lambda: create_markdown_artifact(
+            "\n".join(reproduce.compare_recipe(recipe)),
+            key="compared",
+            description=f"{recipe}: ours beside the published",
+        ),
         recipe,
     )
 
@@ -95,12 +99,6 @@ def _log_lines(lines: Iterator[str]) -> None:
         get_run_logger().info(line)
 
 
-def _publish_comparison(recipe: str) -> None:
-    """Publish the comparison as an artifact."""
-    table = "\n".join(reproduce.compare_recipe(recipe))
-    create_markdown_artifact(table, key="compared", description=f"{recipe}: ours beside the published")
-
-
 @dataclass(frozen=True)
 class PreparedRun:
     """A run of the graph that may begin: the workspace is held, the hosts are reached, the graph is planned."""
@@ -117,7 +115,7 @@ class PreparedRun:
 def _run_graph(
     make_name: Callable[[Params], str],
     change: Callable[[], None] | None,
-    publish: Callable[[], None] = lambda: None,
+    publish: Callable[[], object] = lambda: None,
     recipe: str | None = None,
 ) -> State[None]:
     """Run the whole graph here, or, with `change`, in a new workspace whose params.yaml that changes; then `publish`.
@@ -333,8 +331,8 @@ def require_server() -> None:
             if error.response.status_code != HTTPStatus.UNAUTHORIZED:
                 raise
             raise ValueError(
-                f"the Prefect server at {url} refuses the password, expected the line in .prefect/password of its workspace; "
-                f'export {password.CLIENT}="$(cat .prefect/password)", or for `make worker` {password.FILE}'
+                f"the Prefect server at {url} refuses the password, expected the line in .prefect/password of its workspace, in "
+                f"{password.CLIENT} or a file that {password.FILE} names"
             ) from None
 
 

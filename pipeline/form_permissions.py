@@ -64,10 +64,8 @@ def check_form(changed: dict[str, dict[str, Any]], params: Params) -> None:
     """
     allowed = set(params.schedule.form_may_set)
     if unknown := sorted(key for key in allowed if not _find_limit(key)):
-        raise ValueError(
-            f"params.yaml: {ALLOWED} names {unknown[0]}, expected keys that are refused otherwise: "
-            f"{', '.join([*list(REFUSED)[1:], *PATHS])}; correct the list"
-        )
+        known = ", ".join([*list(REFUSED)[1:], *PATHS])
+        raise ValueError(f"params.yaml: {ALLOWED} names {unknown[0]}, expected some of {known}")
     values = list(_list_leaves(changed))
     trusted = trusts_remote_code(params) or any(key == TRUST and value is not False for key, value in values)
     for key, value in values:

@@ -51,14 +51,12 @@ def read_password(file: Path) -> str:
         raise ValueError(f"the server's password can't be read: {error}") from None
     if mode & 0o077:
         raise ValueError(
-            f"{file} holds the server's password and has mode {mode:04o}, expected 0600: other users may have read it. "
-            f"Run: chmod 600 {file}; and where others use this machine, move the file away, so that a new one is made"
+            f"{file} holds the server's password and has mode {mode:04o}, expected 0600; run: chmod 600 {file}; where others use "
+            "this machine, move it away for a new one"
         )
     user, colon, password = text.partition(":")
     if not (user and colon and password) or not text.isprintable() or " " in text:
-        raise ValueError(
-            f"{file}: expected one line user:password, found something else; move the file away, and `make ui` makes a new one"
-        )
+        raise ValueError(f"{file}: expected one line user:password; move the file away, and `make ui` makes a new one")
     return text
 
 

@@ -69,9 +69,8 @@ def check_files(params: Params, known: Collection[str] = (), fetch: str = "") ->
         if Path(path).exists():
             yield Finding(key, path, True)
         else:
-            yield Finding(
-                key, f"{path} not found", False, fetch if path in known else "put it there, or correct the key"
-            )
+            advice = fetch if path in known else "put it there, or correct the key"
+            yield Finding(key, f"{path} not found", False, advice)
 
 
 def check_datasets(params: Params, fetch: str) -> Iterator[Finding]:

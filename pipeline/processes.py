@@ -144,14 +144,14 @@ def end_marked(mark: str) -> None:
     """
     for _ in range(MAX_SEARCHES):
         processes = psutil.process_iter(["environ", "cmdline", "status"])
-        found = {candidate.pid: candidate for candidate in processes if _is_marked(candidate.info, mark)}
+        found = {
+            one.pid: one
+            for one in processes
+            if (one.info["environ"] or {}).get(RUN_MARK_VARIABLE) == mark and one.info["status"] != psutil.STATUS_ZOMBIE
+        }
         if not found:
             return
         _end_together([process for process in found.values() if _unless_ended(process.ppid) not in found])
-
-
-def _is_marked(info: dict[str, Any], mark: str) -> bool:
-    return (info["environ"] or {}).get(RUN_MARK_VARIABLE) == mark and info["status"] != psutil.STATUS_ZOMBIE
 
 
 # Start and end

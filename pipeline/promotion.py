@@ -68,7 +68,9 @@ def find_obstacle(name: str) -> str | None:
     A changed dvc.lock is no obstacle, and no file is whose changes the run began with. Raises ValueError if there is no such run.
     """
     folder = locate_run(name)
-    same_params = _strip_added(_read_started(folder), folder) == _strip_added(PARAMS_FILE.read_text("utf-8"), folder)
+    file = folder / STARTED_PARAMS
+    started = file.read_text("utf-8") if file.exists() else run_git("show", f"HEAD:./{PARAMS_FILE}", cwd=folder)
+    same_params = _strip_added(started, folder) == _strip_added(PARAMS_FILE.read_text("utf-8"), folder)
     entries = run_git("status", "--porcelain", "-z", "--untracked-files=no").split("\0")
     changed = [entry for entry in entries if entry and not _is_known(entry[3:], folder, same_params)]
     if changed:
@@ -87,12 +89,6 @@ def _is_known(path: str, folder: Path, same_params: bool) -> bool:
     if not (own_file.is_file() and run_file.is_file()):
         return own_file.exists() == run_file.exists()
     return path == str(dvc_graph.LOCK_FILE) or own_file.read_bytes() == run_file.read_bytes()
-
-
-def _read_started(folder: Path) -> str:
-    """Return params.yaml as it was here when the run began."""
-    file = folder / STARTED_PARAMS
-    return file.read_text("utf-8") if file.exists() else run_git("show", f"HEAD:./{PARAMS_FILE}", cwd=folder)
 
 
 def _strip_added(text: str, folder: Path) -> Any:

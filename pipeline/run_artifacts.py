@@ -27,7 +27,8 @@ def publish_plan(reasons: dict[str, list[str]]) -> None:
 def publish_results(states: dict[str, State[str]], reasons: dict[str, list[str]]) -> None:
     """Publish each stage's outcome and reasons and, unless a stage failed, the report and the tables of results."""
     lines = [
-        f"| {name} | {name_outcome(state)} | {_explain_outcome(state, reasons.get(name, []))} |"
+        f"| {name} | {name_outcome(state)} | "
+        f"{str(state.message).removeprefix('not run: ') if state.is_pending() else '; '.join(reasons.get(name, []))} |"
         for name, state in states.items()
     ]
     create_markdown_artifact(
@@ -57,10 +58,6 @@ def count_outcomes(states: dict[str, State[str]]) -> str:
 
 def name_outcome(state: State[str]) -> str:
     return "not run" if state.is_pending() else str(state.name).lower()
-
-
-def _explain_outcome(state: State[str], changes: list[str]) -> str:
-    return "; ".join(changes) if not state.is_pending() else str(state.message).removeprefix("not run: ")
 
 
 def _shorten_number(cell: str) -> str:

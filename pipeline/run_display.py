@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, TextIO, cast
@@ -56,7 +57,11 @@ class RunDisplay:
         self._progress = ""
         self._tail.clear()
         if outcome == Outcome.RAN:
-            self._open_log(stage)
+            try:
+                LOGS_FOLDER.mkdir(exist_ok=True)
+                self._log = locate_log(stage).open("w", encoding="utf-8", buffering=1)
+            except OSError as error:
+                self._give_up_log(error)
         if self._bar:
             self._bar.update(self._bar.task_ids[0], description=stage)
 
@@ -72,7 +77,11 @@ class RunDisplay:
             if found["percent"] != "100":
                 return
         self._tail.append(line)
-        self._write_log(line)
+        try:
+            if self._log:
+                self._log.write(f"{line}\n")
+        except OSError as error:
+            self._give_up_log(error)
         if self._stage is None:
             self._print(line)
         elif line.startswith(CONCLUSION):
@@ -131,20 +140,6 @@ class RunDisplay:
         words = own[-1].removeprefix(f"{self._stage}: ") if own and self._outcome == Outcome.RAN else ""
         self._print(f"{self._stage:<{self._width}} {how:>12}   {words}".rstrip())
 
-    def _open_log(self, stage: str) -> None:
-        try:
-            LOGS_FOLDER.mkdir(exist_ok=True)
-            self._log = locate_log(stage).open("w", encoding="utf-8", buffering=1)
-        except OSError as error:
-            self._give_up_log(error)
-
-    def _write_log(self, line: str) -> None:
-        try:
-            if self._log:
-                self._log.write(f"{line}\n")
-        except OSError as error:
-            self._give_up_log(error)
-
     def _give_up_log(self, error: OSError) -> None:
         """Go on without the log: a full disk must stop the stage by its own error, with its own message."""
         self._print(f"note: {locate_log(str(self._stage))} not written ({error.strerror})")
@@ -152,11 +147,9 @@ class RunDisplay:
 
     def _close_log(self) -> None:
         log, self._log = self._log, None
-        try:
+        with suppress(OSError):  # what was not written when the disk was full; said already
             if log:
                 log.close()
-        except OSError:  # what was not written when the disk was full; said already
-            pass
 
     def _print(self, text: str, error: bool = False) -> None:
         if self._bar:

@@ -161,9 +161,7 @@ def resolve_inside(parent: Path, name: str) -> Path:
         ValueError: the name leads anywhere else. Names of runs come from users of Prefect's server.
     """
     if name in ("", ".", "..") or {"/", "\0", "\n"} & set(name):
-        raise ValueError(
-            f"{name!r} is not the name of a folder in {parent}, expected one without a slash; give another one"
-        )
+        raise ValueError(f"{name!r} is not the name of a folder in {parent}, expected one without a slash")
     return parent.resolve() / name
 
 

@@ -87,8 +87,7 @@ class PoolWorkers:
             is_online = wait_for_worker(lambda: client.read_workers_for_work_pool(POOL), log)
         if not is_online:
             raise ValueError(
-                f"params.yaml: schedule.runner is workers, and no worker of the pool {POOL} is online; start one on each "
-                "host, `make worker` in a checkout there, or write local"
+                f"params.yaml: schedule.runner is workers, and no worker of the pool {POOL} is online; start one by `make worker`"
             )
         self._lock = threading.Lock()
         self._runs: dict[UUID, FlowRun | None] = {}

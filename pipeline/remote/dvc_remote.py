@@ -118,8 +118,7 @@ def collect_stage(name: str) -> None:
         (stage,) = repo.stage.collect(name)
         if not _is_restorable(repo, stage):
             raise ValueError(
-                f"what a worker made of {name} is not on the remote, or not of what lies here; "
-                "files that changed while it was at work make it so: run again"
+                f"what a worker made of {name} is not on the remote, or not of what lies here: files have changed; run again"
             )
 
 
@@ -189,7 +188,7 @@ def _locate_run_cache(repo: Any, stage: Any) -> tuple[Path, Any, str]:
     """Return (folder here, the remote's file system, folder there) of the stage's entries in the run-cache."""
     key = dvc_internals.compute_run_cache_key(stage)
     fs, root = _get_remote_root(repo)
-    return dvc_internals.locate_run_cache_entries(repo, key), fs, fs.join(root, "runs", key[:2], key)
+    return Path(repo.stage_cache.cache_dir, key[:2], key), fs, fs.join(root, "runs", key[:2], key)
 
 
 def _is_restorable(repo: Any, stage: Any) -> bool:
@@ -228,8 +227,7 @@ def _check_inside(repo: Any) -> None:
     for out in repo.index.outs:
         if out.use_cache and not Path(out.fs_path).resolve().is_relative_to(Path(repo.root_dir).resolve()):
             raise ValueError(
-                f"{out.stage.addressing} has the output {out.def_path}, expected one below the project's folder; correct it "
-                "on the host that sent it"
+                f"{out.stage.addressing} has the output {out.def_path}, expected one below the project's folder"
             )
 
 
@@ -281,8 +279,7 @@ def _unpack_files(archive: Path) -> None:
             path, content = Path(member.name), files.extractfile(member) if member.isfile() else None
             if content is None or path.is_absolute() or ".." in path.parts:
                 raise ValueError(
-                    f"an archive on the remote holds {member.name}, which aerie never uploads; check that this DVC "
-                    "remote is yours"
+                    f"an archive holds {member.name}, which aerie never uploads; check that the remote is yours"
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
