@@ -38,12 +38,10 @@ def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
     assert schema.load_params().benchmark.processes == 3
     edit_params_text(*two)
     (line,) = list_problems()
-    assert line.startswith(
-        "benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1: a target is divided over GPUs only"
-    )
+    assert line.startswith("benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1")
     edit_params_text(("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 4 "))
     (line,) = list_problems()
-    assert line.startswith("benchmark: num_gpus_total is 6, expected a multiple of num_gpus_per_model, 4, the GPUs")
+    assert line.startswith("benchmark: num_gpus_total is 6, expected a multiple of num_gpus_per_model, 4")
 
 
 def test_prompts_may_be_a_number_for_each_concurrency() -> None:
