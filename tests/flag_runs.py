@@ -6,12 +6,8 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-import polars as pl
-
 from stages import benchmark, extract_hiddens, fix_data, init_draft, prepare_prompts, sample_target, train_draft
 from stages.cells.table import TableLine
-from stages.data import conversations
-from stages.prompts import workload_prompts
 from tests.conftest import edit_params
 from tests.talking import WORKLOADS, read_questions
 from tests.torch_cells import read_line
@@ -56,27 +52,9 @@ def copy_trained(made: Path, to: Path) -> Path:
     return to
 
 
-def fix(**changes: Any) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Run fix_data with changed keys; return the rows of train and eval."""
-    edit_params(Path(), {"fix_data": changes})
-    fix_data.main()
-    train, evaluation = (
-        conversations.read_table(path, conversations.FIXED_SCHEMA, "fix_data")
-        for path in (fix_data.TRAIN_FILE, fix_data.EVAL_FILE)
-    )
-    return train, evaluation
-
-
 def decode(workload: dict[str, Any], cell: tuple[str, str] = CELL, **settings: Any) -> TableLine:
     """Measure a cell of the workload `eval` with changed keys, and of `benchmark` with changed `settings`."""
     edit_params(Path(), {"benchmark": {"workloads": {**WORKLOADS, "eval": WORKLOADS["eval"] | workload}, **settings}})
     prepare_prompts.main("eval")
     benchmark.main("eval", *cell)
     return read_line("eval", *cell)
-
-
-def prompts(workload: dict[str, Any]) -> pl.DataFrame:
-    """Return the prompts of the workload `eval` with changed keys."""
-    edit_params(Path(), {"benchmark": {"workloads": {**WORKLOADS, "eval": WORKLOADS["eval"] | workload}}})
-    prepare_prompts.main("eval")
-    return workload_prompts.read_prompts("eval")[0]

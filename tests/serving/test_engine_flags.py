@@ -134,7 +134,7 @@ def test_a_block_draft_is_launched_at_its_full_width_alone(engine: str, algorith
     config = BLOCKS[algorithm]
     assert engine_flags.explain_unsupported(engine, TreeShape(7, 1, 8), config) is None
     for tree, problem in (
-        ((7, 2, 8), "the torch engine alone runs it"),
+        ((7, 2, 8), "engines verify chains only"),
         ((2, 2, 6), "this tree has topk 2"),
         ((6, 1, 7), "has 7 drafts and this chain 6.*take t7_1_8"),
         ((8, 1, 9), "has 7 drafts and this chain 8.*take t7_1_8"),
