@@ -65,7 +65,7 @@ def test_checkpoints_that_are_left_without_a_tree_are_refused_all_at_once() -> N
     (line,) = list_problems()
     for takes in (
         "dflash num_steps of at most 7,", "dspark num_steps of at most 5,",
-        "dflash2 num_steps of at most 7 and topk of at most 3;",
+        "dflash2 num_steps of at most 7 and topk of at most 3",
     ):  # fmt: skip
         assert takes in line
     assert "e009 " not in line

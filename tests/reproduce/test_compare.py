@@ -57,7 +57,8 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
     if checkpoint:
         made["acceptance"] |= {"tau_low": 1.98, "tau_high": 2.02}
     shared = {"engine": "vllm", "hardware": H20, "versions": {"vllm": "0.11.2"}}
-    Cell.model_validate(made_up(workload, checkpoint, tree, [made], **shared | changes)).write()
+    points = changes.pop("points", [made])
+    Cell.model_validate(made_up(workload, checkpoint, tree, points, **shared | changes)).write()
 
 
 def sides_of(name: str) -> tuple[list[comparison.PublishedComparison], Counter[str]]:

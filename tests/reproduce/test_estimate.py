@@ -63,7 +63,8 @@ def test_training_and_extraction_take_the_hours_that_were_measured() -> None:
     """docs/results/2026-11-21-h200-training.md, Qwen3-8B's shape: 34,250 and 29,595 tokens/s, rows of 2,048."""
     p, shape = shape_of("angelslim-qwen3-8b")
     draft = estimate.init_draft.infer_config(p, shape.manifest)
-    flop = estimate.compute_train_flop(shape.manifest, draft, 7)
+    # That draft's head was trained too, which takes two more FLOP of each of its weights in each step.
+    flop = estimate.compute_train_flop(shape.manifest, draft, 7) + 2 * 7 * 32_000 * 4096
     assert flop == pytest.approx(16.46e9, rel=0.03)
     assert estimate.TRAINING_SHARES["eagle3"] * estimate.PEAK_FLOPS / flop == pytest.approx(34_250, rel=0.03)
     flop = estimate.compute_target_flop(shape, 2048)

@@ -162,6 +162,7 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
     """Half a megabyte of PNG held 169 megapixels, whose decoding took 2.6 GB; Pillow refuses twice 89 only."""
     save("qwen3-vl", tmp_path / "target")
     eyes = vision.CachedImageProcessor(tmp_path / "target", False)
+    eyes.count_image_tokens([picture(tmp_path / "small.png", 64, 64)])  # the processor is tried on a picture of its own
     (tmp_path / "bomb.png").write_bytes(png_of(*size))
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
