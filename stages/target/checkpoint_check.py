@@ -56,7 +56,8 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
     if mismatched := sorted(found.get("mismatched_keys", ())):
         shapes = [f"{name} {tuple(given)} where its config says {tuple(wanted)}" for name, given, wanted in mismatched]
         problems.append(f"have {list_first(shapes, MAX_NAMES)}")
-    if unexpected := sorted({*found.get("unexpected_keys", ())} - {lm_head_key}):
+    # Names of the files may hold newlines.
+    if unexpected := sorted(" ".join(n.split()) for n in {*found.get("unexpected_keys", ())} - {lm_head_key}):
         problems.append(f"have {list_first(unexpected, MAX_NAMES)}, which its class does not know")
     if errors := found.get("error_msgs"):
         problems.append(f"can't be converted: {errors[0]}")

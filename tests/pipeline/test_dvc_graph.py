@@ -136,6 +136,19 @@ def test_why_names_the_parameter_the_file_and_what_is_gone(project):
     assert dvc_graph.explain_stale(["first"]) == {"first": ["first.py modified"]}
 
 
+def test_what_another_process_works_on_may_be_stale(project):
+    """DVC's refusal to look there ended the whole run."""
+    project.write_sleeping_stage("first")
+    watched = StageThread("first")
+    watched.find_sleeping_command()
+    try:
+        found = dvc_graph.explain_stale()
+        assert set(found) == {"first", "middle", "last"} and "another process is at work" in found["last"][0]
+    finally:
+        processes.end_children()
+        watched.thread.join(60)
+
+
 @pytest.mark.parametrize("cut", ["", "schema: '2.0'\nstages:\n  first:\n    cmd: 'pyth"])
 def test_a_truncated_lock_file_is_restored_from_git_or_removed_and_nothing_runs_again(finished_run, cut: str):
     project, lock = finished_run, finished_run.root / "dvc.lock"

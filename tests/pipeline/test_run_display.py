@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import processes, run_display
 from pipeline.dvc_output import DvcOutput, Outcome
-from pipeline.run_display import RunDisplay
+from pipeline.run_display import RunDisplay, locate_log
 
 STAGES = ("fix_data", "train_draft@e003", "report")
 
@@ -64,6 +64,19 @@ def test_a_line_a_stage_and_the_warnings(capsys: pytest.CaptureFixture[str]) -> 
         "report                  N s",
     ]
     assert counts == {Outcome.RAN: 2, Outcome.RESTORED: 1}
+
+
+def test_the_log_has_all_that_the_stage_printed_and_of_a_bar_the_last_line() -> None:
+    show(OUTPUT)
+    assert locate_log("report").read_text().splitlines() == [
+        "Running stage 'report':",
+        "> python -m stages.report",
+        "Running stage 'fix_data':",
+        "draw: 100%|##########| 20/20 [00:20<00:00,  1.02row/s]",
+        "WARNING: the cached copy of a.csv does not have the bytes it was kept with: it is damaged",
+        "Updating lock file 'dvc.lock'",
+    ]
+    assert not locate_log("train_draft@e003").exists()  # it printed nothing; the log of the run that made it stays
 
 
 def test_without_a_terminal_a_long_stage_says_how_far_it_is(

@@ -123,6 +123,12 @@ def test_a_run_that_waits_for_the_machine_keeps_others_from_beginning(tmp_path: 
     assert theirs.try_lease(ANY)
 
 
+def test_stages_below_a_failed_one_get_no_reasons_and_the_others_run(tmp_path: Path) -> None:
+    watch = StageRecorder({"a", "b", "c"}, fails=frozenset("ac"))  # c: as Prefect says of a stage that is not ready
+    watch.run({"a": [], "b": [], "c": ["a"]}, dict.fromkeys("abc", ANY), ResourcePool(1, [], tmp_path))
+    assert "b ends" in watch.events and "c begins" not in watch.events
+
+
 # With a real DVC
 
 CELLS = """
