@@ -134,6 +134,8 @@ def recover_token_ids(
             encoder.tokenizer, history, answer.text, answer.reasoning, encoder.eos, encoder.thinking, tools
         )
         source = "text, unchecked" if count is None else "text, as many"
+        if reason == "length" and count == len(ids) + 1:
+            reason = "stop"  # the end token was the last that fitted
     end = next((position for position, token in enumerate(ids) if token in encoder.eos), None)
     if end is not None:  # a server may say length where it is the last token that fits, or add drafts behind it
         ids, reason = ids[: end + 1], "stop"
