@@ -30,7 +30,7 @@ from stages.draft import checkpoint
 from stages.families.draft_training import get_training
 from stages.families.family import LoadedDraft, get_files
 from stages.hidden_states import reader
-from stages.hidden_states.reader import TRAIN_FOLDER, HiddenStatesReader
+from stages.hidden_states.reader import EVAL_FOLDER, TRAIN_FOLDER, HiddenStatesReader
 from stages.params import schema, stage_inputs
 from stages.params.draft_sections import TrainDraft
 from stages.params.families import EAGLE3, Segment
@@ -46,7 +46,6 @@ from stages.training.schedule import fill_batch_tokens
 from stages.training.trainer import EpochLog, HeldOutScores, Trainer, TrainingProgress
 
 SAMPLED, REPORTS_FOLDER = Path("data/sampled/train"), Path("results/train")
-EVAL_FOLDER = Path("data/hiddens/eval")
 GATE_REPORT = REPORTS_FOLDER / f"{ROOT_CHECKPOINT}.overfit.json"
 UNTRACKED_KEYS = {"processes", "parallel", "report_to", "run_name"}  # without effect on the weights
 Scorer = Callable[[dict[str, Tensor]], HeldOutScores | None]
@@ -116,7 +115,9 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     settings = fill_batch_tokens(settings, hidden_states.lengths)
     training.freeze(draft, head, settings.train_head, target_manifest.logits_scale)
     objective, compute_loss = training.build_objective(draft, segment, settings, target_manifest.logits_scale)
-    scored = replace(draft, module=copy.deepcopy(draft.module))
+    scored = None  # on other processes, and without eval rows
+    if ranks.first and reader.has_rows(EVAL_FOLDER):
+        scored = replace(draft, module=copy.deepcopy(draft.module))  # before the trainer shards the module
     learned = draft.module, embedding, head, objective, compute_loss
     trainer = Trainer(*learned, settings, ranks, progress, segment.horizon_epochs, training.is_table)
     del progress  # the trainer has its own copy of the optimizer state
@@ -146,14 +147,14 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
 
 
 def _open_held_out(
-    draft: LoadedDraft, trainer: Trainer, target: manifest.TargetManifest, layer_indices: list[int]
+    draft: LoadedDraft | None, trainer: Trainer, target: manifest.TargetManifest, layer_indices: list[int]
 ) -> Scorer:
-    """Return what scores weights on the eval split, on the first process; elsewhere, and without eval rows, nothing."""
-    if trainer.ranks.first and reader.has_rows(EVAL_FOLDER):
-        from stages.families.held_out import HeldOutAnswers  # no input of this stage: stage_inputs.WATCHING_CODE
+    """Return what scores weights on the eval split by `draft`; without one, what scores nothing."""
+    if draft is None:
+        return lambda _weights: None
+    from stages.families.held_out import HeldOutAnswers  # no input of this stage: stage_inputs.WATCHING_CODE
 
-        return HeldOutAnswers(draft, trainer, target, layer_indices).score
-    return lambda _weights: None
+    return HeldOutAnswers(draft, trainer, target, layer_indices).score
 
 
 def _describe_log(name: str, trainer: Trainer) -> str:

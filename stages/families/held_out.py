@@ -9,7 +9,6 @@ code and their rows are no input of train_draft; only `keep: best` looks at the 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,14 +17,13 @@ from stages.data import row_lengths
 from stages.families.draft_replay import build_replay
 from stages.families.family import LoadedDraft
 from stages.hidden_states.format import HiddenStatesRow
-from stages.hidden_states.reader import HiddenStatesReader
+from stages.hidden_states.reader import EVAL_FOLDER, HiddenStatesReader
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch
 from stages.target.manifest import TargetManifest
 from stages.training.packed_rows import PackIndex
 from stages.training.trainer import HeldOutScores, Trainer
 
-EVAL_FOLDER = Path("data/hiddens/eval")
 CHAIN_STEPS = 3  # the shape in which drafts are compared, t3_1_4
 MOST_TOKENS = 1 << 16  # of answers and prompts: some seconds
 REPLAY_MEMORY = 1 << 30  # bytes
@@ -43,9 +41,6 @@ class HeldOutAnswers:
         self._rows = sorted(numbers, key=lambda row: len(row.ids))
         self._trainer, self._target = trainer, target
         self._draft = replace(draft, module=draft.module.to(trainer.ranks.device, trainer.dtype))
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def score(self, weights: dict[str, Tensor]) -> HeldOutScores:
         """Return the scores of the draft with these weights, those of `Trainer.gather_state`."""

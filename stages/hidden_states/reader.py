@@ -26,7 +26,7 @@ from stages.runtime.atomic import BrokenArtifactError
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
 
-TRAIN_FOLDER = Path("data/hiddens/train")
+TRAIN_FOLDER, EVAL_FOLDER = Path("data/hiddens/train"), Path("data/hiddens/eval")
 STORED_DTYPES = {format.SAFETENSORS_DTYPES[dtype]: dtype for dtype in format.DTYPES.values()}
 ShardSlices = dict[str, Any]  # tensor name -> safetensors' slice, mapped and unread
 

@@ -45,17 +45,25 @@ def guard_parsing(path: Path, kind: str, remedy: str, if_missing: str = "", root
         if root is not None:
             _check_links(path, root)
         yield
-    except (BrokenArtifactError, MemoryError, PermissionError):
+    except BrokenArtifactError:
         raise
     except FileNotFoundError:
         raise BrokenArtifactError(f"{path} not found", if_missing or remedy) from None
     except BaseException as error:
-        # Rust's panics are no Exception; torch's RuntimeError is how it is out of memory.
-        is_parsers = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if not is_parsers or "allocate memory" in str(error):
+        if not is_parser_error(error):
             raise
         words = " ".join(str(error).split()) or type(error).__name__
         raise BrokenArtifactError(f"{path} is not valid {kind} ({words:.200})", remedy) from None
+
+
+def is_parser_error(error: BaseException) -> bool:
+    """Return whether a parser may raise this on bytes it can't take: anything but Ctrl-C, and what the machine lacks.
+
+    Rust's panics are no Exception; torch's RuntimeError is how it is out of memory.
+    """
+    if isinstance(error, MemoryError | PermissionError) or "allocate memory" in str(error):
+        return False
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _check_links(path: Path, root: Path) -> None:

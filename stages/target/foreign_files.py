@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from stages.runtime.guarded_files import is_parser_error
 from stages.telemetry.machine_errors import explain_machine_error
 
 COUNTED = ("layers", "heads", "experts", "n_layer", "n_head")  # ends of keys of a config
@@ -24,8 +25,7 @@ def refuse_unreadable(file: str, expected: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        is_panic = type(error).__name__ == "PanicException"
-        if not (is_panic or isinstance(error, Exception)) or _is_ours(error) or explain_machine_error(error, ""):
+        if not is_parser_error(error) or _is_ours(error) or explain_machine_error(error, ""):
             raise
         words = " ".join(str(error).split())
         found = f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__
