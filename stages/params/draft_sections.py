@@ -136,7 +136,7 @@ class TrainDraft(Section):
     warmup_steps: Annotated[int, Field(ge=0)] | None = None  # null: 10, of short schedules a tenth of the steps
     # after the warm-up: linear or cosine, to zero at the end of horizon_epochs; or constant
     schedule: Literal["constant", "cosine", "linear"] = "linear"
-    # epochs from e000 to zero; null: those of the longest chain of checkpoints from the same start
+    # epochs from e000 to zero; null: each checkpoint's own, so that a later one changes none before it
     horizon_epochs: Count | None = None
     grad_clip: Positive = 0.5
     # last: a checkpoint is its last epoch; best: that of its epochs whose chain accepts most of the eval answers
@@ -173,24 +173,16 @@ class TrainDraft(Section):
             raise ValueError(
                 f"schedule is constant and horizon_epochs {self.horizon_epochs}, expected null: no rate falls there"
             )
-        ends = {name: self.count_epochs(name) for name in self.checkpoints}
         for name, segment in list(self.checkpoints.items()) if self.schedule != "constant" else ():
-            start = self._find_start(name)
-            longest = max(epochs for other, epochs in ends.items() if self._find_start(other) == start)
-            horizon = segment.horizon_epochs or self.horizon_epochs or longest
-            if ends[name] > horizon:
+            end = self.count_epochs(name)
+            horizon = segment.horizon_epochs or self.horizon_epochs or end
+            if end > horizon:
                 raise ValueError(
-                    f"checkpoints.{name} is of {ends[name]} epochs from {ROOT_CHECKPOINT}, expected at most horizon_epochs "
+                    f"checkpoints.{name} is of {end} epochs from {ROOT_CHECKPOINT}, expected at most horizon_epochs "
                     f"{horizon}, where the learning rate is zero; raise it (every checkpoint is then trained again)"
                 )
             self.checkpoints[name] = segment.model_copy(update={"horizon_epochs": horizon})
         return self
-
-    def _find_start(self, name: str) -> str:
-        """Return the checkpoint of the chain that starts from e000."""
-        while (parent := self.checkpoints[name].from_) in self.checkpoints:
-            name = parent
-        return name
 
     def choose_batch_tokens(self, tokens: int, longest: int) -> int:
         """Return the tokens of a pack on rows of so many `tokens`, of which the longest has `longest`.

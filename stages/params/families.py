@@ -42,7 +42,7 @@ class Segment(Section):
     from_: Annotated[Name, Field(alias="from")]
     epochs: Count
     method: Literal["eagle3", "eagle"] = "eagle3"
-    horizon_epochs: Count | None = None  # None: train_draft's, or the longest chain's; filled in by TrainDraft
+    horizon_epochs: Count | None = None  # None: train_draft's, or its own end; filled in by TrainDraft
 
     @property
     def family(self) -> "DraftFamily":

@@ -15,8 +15,8 @@ from tests.params.params_edits import LEAVES, NUMBERS, READ, REAL, edit_params_t
 def test_the_committed_file_loads_as_it_is_written() -> None:
     """Each value of the file is the value of the attribute: nothing is renamed, cast or filled in."""
     whole = schema.load_params().model_dump(by_alias=True)
-    for segment in whole["train_draft"]["checkpoints"].values():
-        assert segment.pop("method") == "eagle3" and segment.pop("horizon_epochs") == 9
+    for segment, end in zip(whole["train_draft"]["checkpoints"].values(), (3, 9), strict=True):
+        assert segment.pop("method") == "eagle3" and segment.pop("horizon_epochs") == end
     assert whole == READ
     assert len(LEAVES) > 60 and len(NUMBERS) > 35
 

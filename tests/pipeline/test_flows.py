@@ -235,7 +235,7 @@ def test_changed_parameters_run_in_a_workspace_of_their_own_until_promoted(serve
         return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
 
     server.project.write_stage("middle", "# edited")
-    assert "commit or stash them:\n M middle.py" in pipeline("promote", workspace).stderr
+    assert "commit or stash them:\n   M middle.py" in pipeline("promote", workspace).stderr
     server.project.write_stage("middle")
     done = pipeline("promote", workspace)
     assert done.returncode == 0, done.stderr

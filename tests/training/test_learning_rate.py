@@ -34,12 +34,12 @@ def test_after_the_warm_up_the_rate_is_that_of_transformers(kind: Any, make: Any
     assert schedule.get_share(120) == schedule.get_share(500) == pytest.approx(0.0, abs=1e-18)
 
 
-def test_the_horizon_is_that_of_the_longest_chain_counted_in_steps() -> None:
+def test_the_horizon_is_the_end_of_a_checkpoint_counted_in_steps() -> None:
     block = {"from": "e000", "epochs": 18, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 8}
     chain = {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 6}, "dflash18": block}
     found = settings(checkpoints=chain)
     horizons = {name: segment.horizon_epochs for name, segment in found.checkpoints.items()}
-    assert horizons == {"e003": 9, "e009": 9, "dflash18": 18}
+    assert horizons == {"e003": 3, "e009": 9, "dflash18": 18}
     steps = sum(len(plan_epoch(LENGTHS, found, epoch)) for epoch in range(9))
     assert plan_schedule(LENGTHS, found, 9) == LearningRateSchedule("linear", 10, steps)
     assert plan_schedule(LENGTHS[:20], found, 1).warmup_steps == len(plan_epoch(LENGTHS[:20], found, 0)) // 10
