@@ -122,10 +122,12 @@ def merge_recipe(
 
 def _read_own(name: str) -> Sections:
     """Return the keys of OWN_SECTIONS that this file, the committed one or the recipe sets; {} if it did not begin as OWN."""
+    if OWN not in _read_used():
+        return {}
     base, blank, here = (
         _read_leaves(text) for text in (_read_committed(), OWN_PARAMS.read_text(), PARAMS_FILE.read_text())
     )
-    if OWN not in _read_used() or here.get("target.model") in (base["target.model"], blank["target.model"]):
+    if here.get("target.model") in (base["target.model"], blank["target.model"]):
         return {}
     paths = base | dict(_list_leaves(_read_recipe(name), schema.Params, "")) | here
     found = _resolve(PARAMS_FILE.read_text(encoding="utf-8"))

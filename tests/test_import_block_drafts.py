@@ -112,8 +112,9 @@ def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, me
     """Bug: benchmark_served read every draft as EAGLE-3's, and ended with "is no EAGLE-3 draft" for a block draft."""
     draft = import_published(method, published_blocks.speculators)
     config = server_setup.read_draft_config(schema.load_params(), "theirs")
-    assert config["block_size"] == SLOTS and engine_flags.choose_algorithm(config, "EAGLE3") == method.upper()
     depth = draft.config.num_drafts
+    described = engine_flags.describe_draft("", config, TreeShape(depth, 1, depth + 1), "EAGLE3")
+    assert config["block_size"] == SLOTS and described.algorithm == method.upper()
     assert engine_flags.explain_unsupported("sglang", TreeShape(depth, 1, depth + 1), config) is None
     wider = engine_flags.explain_unsupported("sglang", TreeShape(depth + 1, 1, depth + 2), config)
     assert wider is not None and "an engine runs another block than was trained" in wider

@@ -2,10 +2,9 @@
 
 from typing import Any
 
+from stages.cells.stopping import MIN_JUDGED_CYCLES
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
-
-MIN_JUDGED_CYCLES = 100  # of a draft that has one in twenty accepted, 100 cycles without any are one load in 170
 
 
 def sum_counts(loads: list[LoadResult]) -> tuple[int, int]:

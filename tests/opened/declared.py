@@ -7,23 +7,22 @@ from typing import Any
 
 # What a parameter names: its bytes are in the stage's inputs.
 NAMED = ("data/tables", "templates", "draft_configs", "data/prompt_sets")
-GATE = "results/train/e000.overfit.json"
+GATE, SCORED = "results/train/e000.overfit.json", "data/hiddens/eval"
 PART = re.compile(r"\.([^/]+)\.\d+\.part\b")  # what stages/runtime/atomic.py writes before it is in its place
 
 
 def undeclared(opened: Iterable[str], stage: dict[str, Any], besides: Iterable[str] = ()) -> list[str]:
     """Return the opened files that are neither params.yaml nor in a dependency or output of `stage`, nor in `besides`.
 
-    GATE is read by train_draft to refuse, never to compute: as a dependency, another draft's refusal would retrain all.
+    Train_draft reads GATE to refuse, and SCORED to say how well its epochs do, never to compute: as a dependency, another draft's
+    refusal or another eval set would retrain all.
 
     `stage` is an entry of dvc.yaml, whose ${...} stand for any name, or of dvc.lock.
     """
     entries = [entry for kind in ("deps", "outs", "metrics") for entry in stage.get(kind, [])]
     paths = [entry if isinstance(entry, str) else entry.get("path") or next(iter(entry)) for entry in entries]
-    patterns = [
-        re.sub(r"\$\{[^}]*\}", "*", path)
-        for path in [*paths, "params.yaml", "artifacts/inputs", GATE, *NAMED, *besides]
-    ]
+    always = ["params.yaml", "artifacts/inputs", GATE, *([SCORED] if "stages.train_draft" in stage["cmd"] else [])]
+    patterns = [re.sub(r"\$\{[^}]*\}", "*", path) for path in [*paths, *always, *NAMED, *besides]]
     return [file for file in opened if not any(_in(PART.sub(r"\1", file), pattern) for pattern in patterns)]
 
 

@@ -39,16 +39,13 @@ def test_a_run_is_found_by_the_bytes_of_its_inputs(project: Project) -> None:
     with dvc_graph.open_repo() as repo:
         (stage,) = repo.stage.collect("first")
         key = dvc_internals.compute_run_cache_key(stage)
-        (entry,) = dvc_internals.locate_run_cache_entries(repo, key).iterdir()
-        assert "first.csv" in entry.read_text()
         cached = dvc_internals.load_cached_run(repo, stage)
         assert [out.def_path for out in cached.outs] == ["first.csv"] and cached.outs_cached()
     Path("raw.csv").write_text("other\n")
     with dvc_graph.open_repo() as repo:
         (stage,) = repo.stage.collect("first")
         stage.save_deps()
-        other = dvc_internals.compute_run_cache_key(stage)
-        assert other != key and not dvc_internals.locate_run_cache_entries(repo, other).exists()
+        assert dvc_internals.compute_run_cache_key(stage) != key
         assert dvc_internals.load_cached_run(repo, stage) is None
 
 

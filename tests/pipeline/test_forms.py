@@ -169,6 +169,8 @@ HARMLESS = {
     "fix_data.columns.*",  # names of columns in the raw data
     "fix_data.columns.*.*",  # the same, of a file: its name is compared with those in fix_data.raw
     "sample_target.thinking",
+    "prepare_prompts.sets.*.columns.*",
+    "train_draft.train_head",
     "extract_hiddens.compile",
     "extract_hiddens.online",
     *(f"init_draft.{key}" for key in ("fc_norm", "norm_before_fc", "norm_output", "qk_norm")),

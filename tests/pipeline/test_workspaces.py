@@ -78,7 +78,7 @@ def test_promote_refuses_what_would_lose_something(in_git) -> None:
     (made / "raw.csv").write_text("another\n")
     assert "one has not finished: first would run" in promote("one")
     (in_git.root / "params.yaml").write_text("a: 2\n")
-    assert promote("one").endswith("commit or stash them:\n M params.yaml")
+    assert promote("one").endswith("commit or stash them:\n   M params.yaml")
     in_git.commit()
     assert "params.yaml of a later commit differ" in promote("one")
     list(workspaces.drop_run("one"))
@@ -152,4 +152,4 @@ def test_a_file_edited_since_a_run_began_is_an_obstacle_and_one_edited_before_is
     sweep("one", ["t4_2_8"])
     assert promotion.find_obstacle("one") is None
     in_git_with_trees.write_stage("middle", "# edited again")
-    assert str(promotion.find_obstacle("one")).endswith("commit or stash them:\n M middle.py")
+    assert str(promotion.find_obstacle("one")).endswith("commit or stash them:\n   M middle.py")

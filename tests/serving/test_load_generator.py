@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stages.serving import latency, load_generator
+from stages.serving import latency, load_generator, sse
 from stages.serving.load_generator import Arrivals
 from tests.serving.loads import SCHEDULE, add_sglang_pages, make_requests, run_load
 from tests.serving.misbehaving_server import Fake, Streamed
@@ -20,8 +20,8 @@ from tests.serving.misbehaving_server import Fake, Streamed
     ids=["generate", "completions", "chat of sglang", "chat of vllm", "chat"],
 )
 def test_times_and_tokens_are_those_of_the_schedule(engine: str, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server sends a chunk when the one before it was noted, so each must be timed between two of the server's times,
-    however late a busy machine is.
+    """The server sends a chunk a while after the one before it was noted, so that they are no one event, and each must be timed
+    between two of the server's times, however late a busy machine is.
     """
     read: list[latency.RequestRecord] = []
 
@@ -31,7 +31,9 @@ def test_times_and_tokens_are_those_of_the_schedule(engine: str, prompt: Any, mo
             read.append(record)
 
     def noted() -> bool:
-        return sum(len(record.events) for record in read) == sum(map(len, fake.streams))
+        since = time.perf_counter() - 2 * sse.TOGETHER_S
+        events = [event for record in read for event in record.events]
+        return len(events) == sum(map(len, fake.streams)) and all(time_s < since for time_s, _ in events)
 
     monkeypatch.setattr(load_generator, "AnswerStream", Watched)
     with add_sglang_pages(Fake(lambda *_: Streamed(SCHEDULE, ready=noted))) as fake:
