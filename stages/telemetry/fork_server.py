@@ -57,10 +57,8 @@ def run_forked() -> None:
 
     Return without doing anything where this process is no `python -m stages.NAME`, or no server listens.
     """
-    address = os.environ.pop(ADDRESS_VARIABLE)
-    if sys.orig_argv[1:2] != ["-m"] or not sys.orig_argv[2].startswith("stages."):
-        return
-    run_module_forked(address, sys.orig_argv[2], sys.orig_argv[3:])
+    if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith("stages."):
+        run_module_forked(os.environ.pop(ADDRESS_VARIABLE), sys.orig_argv[2], sys.orig_argv[3:])
 
 
 def run_module_forked(address: str, module: str, words: list[str]) -> None:
