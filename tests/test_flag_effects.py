@@ -34,7 +34,7 @@ def trained_once(shared_talking_project: Path, tmp_path_factory: pytest.TempPath
     "change",
     [
         {"learning_rate": 0.05},
-        {"warmup_steps": 2},
+        {"warmup_steps": 1},
         {"grad_clip": 1e-4},
         {"ttt_steps": 1},
         {"ttt_decay": 0.1},
