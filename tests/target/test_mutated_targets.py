@@ -38,9 +38,8 @@ def is_refused_by_one_line() -> bool:
     try:
         prepare_target.main()
     except ValueError as error:
-        assert "\n" not in str(error) and "mine" in str(error) and type(error) in (ValueError, BrokenArtifactError), (
-            error
-        )  # noqa: PT017
+        kinds = ValueError, BrokenArtifactError
+        assert "\n" not in str(error) and "mine" in str(error) and type(error) in kinds, error  # noqa: PT017
         return True
     return False
 
