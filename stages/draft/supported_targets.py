@@ -5,7 +5,6 @@ GGUF file is on this machine. Neither reads weights nor downloads anything. A mo
 on it.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from stages.target import (
     quantisation,
 )
 from stages.target.manifest import TargetManifest
+from stages.telemetry.run_stage import run_stage
 
 
 def check_target_config(params: schema.Params, config: PretrainedConfig) -> None:
@@ -105,7 +105,4 @@ def main(file: str, source: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except ValueError as error:
-        sys.exit(f"aerie: {error}")
+    run_stage(main)

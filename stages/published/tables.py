@@ -241,7 +241,7 @@ def read_publications(folder: Path = PUBLISHED_FOLDER) -> dict[str, Publication]
 def read_publication(path: Path) -> Publication:
     """Return one publication. Raises ValueError for the first defect: what was expected, what was found, and where."""
     try:
-        file = _PublicationFile.model_validate(guarded_yaml.read_yaml(path))
+        file = _PublicationFile.model_validate(guarded_yaml.read_yaml(path, path.parent))
     except FileNotFoundError:
         raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
     except ValidationError as error:
@@ -329,7 +329,7 @@ def _parse_number(value: Any, metric: PublishedMetric, where: str) -> float:
     """Return the number. One with more decimals than are printed is a slip of the copyist, and an error."""
     try:
         number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{where}: expected a number, or null where none is printed, found {value!r}; correct it")

@@ -14,8 +14,8 @@ MOST_LEVELS = 32  # params.yaml has four, a published table six
 MOST_VALUES = 10**6  # with what aliases repeat; nine aliases of ten each are a billion
 
 
-def read_yaml(path: Path) -> Any:
-    """Return the content of a file.
+def read_yaml(path: Path, root: Path | None = None) -> Any:
+    """Return the content of a file, of others where its folder `root` is given, out of which no link may lead.
 
     Raises:
         ValueError: in one line that names the file, for invalid bytes, dates and YAML, duplicate keys and too deep nesting.
@@ -23,7 +23,7 @@ def read_yaml(path: Path) -> Any:
     """
     if not (path.exists() or path.is_symlink()):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    with guarded_files.guard_parsing(path, "YAML", "correct it"):
+    with guarded_files.guard_parsing(path, "YAML", "correct it", root=root):
         text = path.read_bytes().decode("utf-8")
         try:
             return parse_yaml(text)
