@@ -24,19 +24,23 @@ def read_yaml(path: Path, root: Path | None = None) -> Any:
     if not (path.exists() or path.is_symlink()):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with guarded_files.guard_parsing(path, "YAML", "correct it", root=root):
-        text = path.read_bytes().decode("utf-8")
-        try:
-            return parse_yaml(text)
-        except Exception as error:
-            problem, advice = _explain(error)
-            raise guarded_files.BrokenArtifactError(f"{path} is not valid YAML: {problem}", advice) from None
+        return parse_yaml(path.read_bytes().decode("utf-8"))
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML.
+    """Parse YAML. Raises ValueError, in one line, for anything else."""
+    try:
+        _check_sizes(text)
+        return YAML(typ="safe").load(text)
+    except Exception as error:
+        if not guarded_files.is_parser_error(error):
+            raise
+        raise ValueError(_explain(error)) from None
 
-    Raises ValueError for too deep nesting, since the parser recurses in C and 100,000 levels crash Python, and for aliases that
-    repeat too much, or the value that they are in.
+
+def _check_sizes(text: str) -> None:
+    """Raise ValueError for too deep nesting, since the parser recurses in C and 100,000 levels crash Python, and for aliases
+    that repeat too much, or the value that they are in.
     """
     sizes: dict[str, int] = {}  # of the values with anchors
     levels: list[tuple[str | None, int]] = [(None, 0)]  # the anchor and the values so far of each open collection
@@ -56,7 +60,6 @@ def parse_yaml(text: str) -> Any:
             sizes[anchor] = size
         levels[-1] = levels[-1][0], levels[-1][1] + size
         _check_limit(event, "values with those that aliases repeat", levels[-1][1], MOST_VALUES)
-    return YAML(typ="safe").load(text)
 
 
 def _check_limit(event: Any, what: str, found: int, most: int) -> None:
@@ -64,10 +67,9 @@ def _check_limit(event: Any, what: str, found: int, most: int) -> None:
         raise ValueError(f"line {event.start_mark.line + 1}: expected at most {most} {what}, found more")
 
 
-def _explain(error: Exception) -> tuple[str, str]:
-    """Return a parser's error in one line, with the line number, and what to do."""
+def _explain(error: Exception) -> str:
+    """Return a parser's error in one line, with the line number."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    # In brackets the parser takes a colon for that of a key.
-    is_colon = problem == "found unexpected ':'"
-    advice = 'put text with a colon in quotes, as ["http://gpu1:8000"]' if is_colon else "correct it"
-    return f"line {mark.line + 1}: {problem}" if mark and problem else " ".join(str(error).split()), advice
+    if problem == "found unexpected ':'":  # in brackets the parser takes a colon for that of a key
+        problem += ', put text with a colon in quotes, as ["http://gpu1:8000"]'
+    return f"line {mark.line + 1}: {problem}" if mark and problem else " ".join(str(error).split())

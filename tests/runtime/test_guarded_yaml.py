@@ -21,7 +21,7 @@ def test_too_deep_nesting_is_one_line(tmp_path: Path, read: Callable[[Path], obj
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     with pytest.raises(
-        ValueError, match=r"theirs\.yaml is not valid YAML: line 1: expected at most 32 levels"
+        ValueError, match=r"theirs\.yaml is not valid YAML \(line 1: expected at most 32 levels"
     ) as error:
         read(path)
     assert "\n" not in str(error.value)
