@@ -3,9 +3,7 @@
 `aerie run`, `aerie stale` and `aerie doctor` check a local folder before anything starts, prepare_target every target.
 """
 
-import json
 from pathlib import Path
-from typing import Any
 
 from stages.params.section import PARAMS_FILE
 from stages.params.units import list_first
@@ -100,14 +98,11 @@ def _may_have_template(folder: Path) -> bool:
     """Return whether a file of the folder holds a chat template, or can't be read: prepare_target then says what is wrong."""
     if any(path for name in TEMPLATE_FILES for path in folder.glob(name)):
         return True
-    for config in (folder / name for name in ("tokenizer_config.json", "processor_config.json")):
-        try:
-            found: Any = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        except (OSError, ValueError, RecursionError):
-            return True
-        if not isinstance(found, dict) or found.get("chat_template"):
-            return True
-    return False
+    configs = [folder / name for name in ("tokenizer_config.json", "processor_config.json")]
+    try:
+        return any(guarded_files.read_json(config, "").get("chat_template") for config in configs if config.is_file())
+    except ValueError:
+        return True
 
 
 def _describe_missing_weights(folder: Path) -> str:
