@@ -28,7 +28,7 @@ class EpochTokens(Record, extra="ignore"):
 
 
 class StageCounts(Record, extra="ignore"):
-    """What an estimate reads of what any stage has written."""
+    """The counts in the file of any stage that an estimate reads."""
 
     model: str = ""
     files: dict[str, Any] | None = None
