@@ -112,8 +112,7 @@ def _explain_error(error: Any, root: type[Section], meant: Location | None) -> s
 
 def _known_keys(location: Sequence[Any], root: type[Section]) -> list[str]:
     """Return the keys of the section at a location of `root`, as written in the file; in a union, of the member named."""
-    fields = getattr(_find_section(location, root), "model_fields", {})  # of a map of numbers none
-    return [field.alias or name for name, field in fields.items()]
+    return [field.alias or name for name, field in getattr(_find_section(location, root), "model_fields", {}).items()]
 
 
 def _find_section(location: Sequence[Any], root: type[Section]) -> type[Section]:

@@ -329,7 +329,7 @@ def _parse_number(value: Any, metric: PublishedMetric, where: str) -> float:
     """Return the number. One with more decimals than are printed is a slip of the copyist, and an error."""
     try:
         number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
+    except ValueError:
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{where}: expected a number, or null where none is printed, found {value!r}; correct it")

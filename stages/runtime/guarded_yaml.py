@@ -11,6 +11,7 @@ from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEv
 from stages.runtime import guarded_files
 
 MOST_LEVELS = 32  # params.yaml has four, a published table six
+MOST_DIGITS = 20  # products of longer ones are too large for a float
 MOST_VALUES = 10**6  # with what aliases repeat; nine aliases of ten each are a billion
 
 
@@ -39,9 +40,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _check_sizes(text: str) -> None:
-    """Raise ValueError for too deep nesting, since the parser recurses in C and 100,000 levels crash Python, and for aliases
-    that repeat too much, or the value that they are in.
-    """
+    """Raise ValueError for long numbers, deep nesting, by which the parser crashes in C, and aliases that repeat too much."""
     sizes: dict[str, int] = {}  # of the values with anchors
     levels: list[tuple[str | None, int]] = [(None, 0)]  # the anchor and the values so far of each open collection
     for event in YAML(typ="safe").parse(text):
@@ -56,6 +55,8 @@ def _check_sizes(text: str) -> None:
             anchor, size = None, sizes.get(str(anchor), MOST_VALUES)
         elif not isinstance(event, ScalarEvent):
             continue
+        elif not event.style and event.value.isdigit():
+            _check_limit(event, "digits of a number", len(event.value), MOST_DIGITS)
         if anchor:
             sizes[anchor] = size
         levels[-1] = levels[-1][0], levels[-1][1] + size

@@ -27,7 +27,7 @@ def call_limited(function: Callable[[], T], what: str, remedy: str) -> T:
     try:
         if not receiver.poll(LIMIT_S):
             raise ValueError(f"{what} has not ended in {LIMIT_S} seconds, expected milliseconds; {remedy}")
-        found, problem = receiver.recv()
+        found: tuple[T, str] = receiver.recv()
     except EOFError:
         needs = f"needs more than {LIMIT_BYTES >> 20} MiB of memory, expected a few"
         raise ValueError(f"{what} {needs}; {remedy}") from None
@@ -35,10 +35,9 @@ def call_limited(function: Callable[[], T], what: str, remedy: str) -> T:
         child.kill()
         child.join()
         receiver.close()
-    if problem:
-        raise ValueError(f"{what} fails ({problem}); {remedy}")
-    answer: T = found
-    return answer
+    if found[1]:
+        raise ValueError(f"{what} fails ({found[1]}); {remedy}")
+    return found[0]
 
 
 def _answer(sender: Connection, function: Callable[[], T]) -> None:

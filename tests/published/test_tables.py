@@ -104,7 +104,6 @@ def change(key_path: str, value: Any) -> dict[str, Any]:
         ("tables.0.rows", [["t8_2_16", 3.512, None]], "tau: expected at most 2 decimals, found 3.512"),
         ("tables.0.rows", [["t8_2_16", "3.x", None]], "tau: expected a number, or null where none is printed"),
         ("tables.0.rows", [["t8_2_16", float("inf"), None]], "tau: expected a number"),
-        ("tables.0.rows", [["t8_2_16", 10**400, None]], "tau: expected a number"),
     ],
 )
 def test_a_defect_is_named(tmp_path: Path, key_path: str, value: Any, message: str) -> None:
