@@ -192,7 +192,21 @@ def _refuse_clashes(base: str, recipe: Sections, edits: dict[str, Any], label: s
 
 def _read_leaves(text: str) -> dict[str, Any]:
     """Return the keys of params.yaml by their path, such as target.model; a mapping with users' names is one value."""
-    return dict(_list_leaves(guarded_yaml.parse_yaml(text), schema.Params, ""))
+    return dict(_list_leaves(_parse_sections(text), schema.Params, ""))
+
+
+def _parse_sections(text: str) -> Sections:
+    """Return the sections in a text of params.yaml. Raises ValueError for anything else."""
+    try:
+        found: Sections = guarded_yaml.parse_yaml(text)
+        if all(isinstance(keys, dict) for keys in found.values()):
+            return found
+        problem = f"found {found!r:.60}"
+    except (ValueError, AttributeError) as error:
+        problem = str(error)
+    raise ValueError(
+        f"{PARAMS_FILE}, here or of git's last commit, is no YAML of sections with keys: {problem}; correct it"
+    )
 
 
 def _list_leaves(values: dict[str, Any], model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -256,6 +270,7 @@ _NullRepresenter.add_representer(type(None), lambda to, _: to.represent_scalar("
 
 def _merge_sections(base: str, layers: list[Sections]) -> tuple[str, list[str]]:
     """Return the text of params.yaml with these keys, its comments kept, and the paths of the keys, in their order."""
+    _parse_sections(base)
     yaml = YAML()
     yaml.width = 400  # long comments and lists stay on their lines
     yaml.Representer = _NullRepresenter
@@ -275,9 +290,10 @@ def _set_key(into: Any, key: str, new: Any, model: Any, prefix: str) -> list[str
     """Set a key -> the paths set. Keys of a section are set one by one; a mapping with users' names is replaced."""
     inner = _get_section(model, key)
     if isinstance(new, dict) and inner:
-        section = into.setdefault(key, {})
+        if not isinstance(into.get(key), dict):
+            into[key] = {}
         return [
-            path for name, value in new.items() for path in _set_key(section, name, value, inner, f"{prefix}{key}.")
+            path for name, value in new.items() for path in _set_key(into[key], name, value, inner, f"{prefix}{key}.")
         ]
     into[key] = _lay_out_value(new)
     return [f"{prefix}{key}"]
@@ -303,7 +319,7 @@ def _list_changes(before: str, after: str, first: list[str]) -> list[str]:
 
 def _resolve(text: str) -> dict[str, Any]:
     """Return the keys of a params.yaml by their path, with defaults where it is valid."""
-    values = guarded_yaml.parse_yaml(text)
+    values: dict[str, Any] = _parse_sections(text)
     with suppress(ValidationError):
         values = schema.Params.model_validate(values).model_dump(by_alias=True)
     return dict(_list_leaves(values, schema.Params, ""))
@@ -327,4 +343,4 @@ def _describe_value(value: Any) -> str:
     """Return a mapping's names, any other value as params.yaml has it."""
     if value is None:
         return "null"
-    return ", ".join(value) if isinstance(value, dict) and value else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, dict) and value else str(value)

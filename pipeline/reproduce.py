@@ -123,8 +123,7 @@ def estimate_params(recipe: Path | None, file: Path, gpu: str = "h200") -> RunEs
 def open_recipe(name: str, keep: bool = False) -> Iterator[tuple[Path, Path, list[str]]]:
     """Yield the recipe's path, a file of params.yaml with its keys, and a line for each key that changed.
 
-    Raises:
-        ValueError: as `recipes.merge_recipe`, and if it has no block that describes it.
+    Raises ValueError as `recipes.merge_recipe`, and where the recipe has no block that describes it.
     """
     path = recipes.locate_recipe(name)
     if schema.read_recipe(path)[0] is None:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from stages.draft import named_mask_tokens, supported_targets
 from stages.params import checks, schema, target_files
-from stages.runtime import atomic, scratch
+from stages.runtime import atomic, guarded_files, scratch
 from stages.target import (
     chat_template,
     checkpoint_check,
@@ -310,7 +310,7 @@ def _unite_end_tokens(target: TargetManifest, tokenizer: Any) -> list[int]:
 def _read_eos_token_ids(config: PretrainedConfig, folder: Path) -> list[int]:
     """Return the end tokens of the configs; generation_config.json lists more than config.json (Llama-3: three)."""
     generation = folder / "generation_config.json"
-    named = [(generation, foreign_files.read_json_object(generation))] if generation.exists() else []
+    named = [(generation, guarded_files.read_json(generation, foreign_files.REMEDY))] if generation.exists() else []
     named += [(folder / "config.json", vars(part)) for part in (config, config.get_text_config())]
     found: dict[int, None] = {}
     for file, settings in named:

@@ -28,6 +28,7 @@ from stages.data import readers, row_cleaning
 from stages.data.tables.table_schema import load_table_file
 from stages.draft import block_checkpoint, eagle3_checkpoint, published_eagle3_formats
 from stages.hidden_states import reader, writer
+from stages.params import target_files
 from stages.params.schema import load_params, read_recipe
 from stages.published.tables import read_publication
 from stages.reporting import plots
@@ -355,6 +356,21 @@ def test_a_published_draft_whose_links_or_index_lead_elsewhere_is_refused(tmp_pa
             ValueError, match=r"index\.json names .*, expected safetensors files beside it; get the draft again"
         ):
             read()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [target_files.check_file_kinds, lambda folder: read_recipe(folder / "config.json")],
+    ids=["target", "recipe"],
+)
+def test_a_private_file_that_is_linked_to_is_not_read(read: Callable[[Path], object], tmp_path: Path) -> None:
+    """Bug: the first keys of a private file were shown, and its text became the chat template of the target's manifest."""
+    (tmp_path / "private").write_text('{"secret": 1}')
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/config.json").symlink_to(tmp_path / "private")
+    with pytest.raises(ValueError, match=r"config\.json is outside of its folder") as error:
+        read(tmp_path / "theirs")
+    assert "secret" not in str(error.value)
 
 
 def test_a_file_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

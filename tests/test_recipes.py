@@ -332,6 +332,14 @@ def test_a_wrong_recipe_changes_nothing(recipe: str, message: str, project: Path
         use_recipe("yours")
 
 
+@pytest.mark.parametrize("text", ["target: [", "- target", "target: 1", "target: \x7f"])
+def test_a_broken_params_file_is_named_by_use(text: str, project: Path) -> None:
+    """Bug: each ended in a traceback of the YAML parser, or of the keys of a list."""
+    (project / "params.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"^params\.yaml, here or of git's last commit, is no YAML of sections"):
+        use_recipe("weather-tiny")
+
+
 def test_the_embedded_experts_learn_and_are_a_target_like_any_other(tmp_path: Path) -> None:
     """A few steps; each token takes two of eight; saved and loaded, it says the same, and packs its documents."""
     corpus = text_targets.make_corpus(7)[:200]

@@ -8,7 +8,6 @@ server renders it, and the target's own answer, which is the loss span. A folder
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,7 +110,8 @@ def read_image_paths(path: Path, made_by: str) -> dict[str, list[str]]:
     paths: dict[str, list[str]] = {}
     for file in _list_shards(path, made_by):
         _read_parquet(file, SAMPLED_SCHEMA, made_by, 0)
-        with_images = pl.read_parquet(file, columns=["id", "images"]).filter(pl.col("images").list.len() > 0)
+        with atomic.guard_artifact(file, "Parquet", made_by):
+            with_images = pl.read_parquet(file, columns=["id", "images"]).filter(pl.col("images").list.len() > 0)
         paths |= dict(with_images.iter_rows())
     return paths
 
@@ -120,7 +120,7 @@ def read_batches(path: Path, schema: pl.Schema, made_by: str) -> Iterator[pl.Dat
     """Yield the rows of one file, ROW_GROUP_SIZE at a time: a table of millions is never whole in memory."""
     _read_parquet(path, schema, made_by, 0)
     for first in range(0, _count_rows(path, made_by, pl.len()), ROW_GROUP_SIZE):
-        with _naming_broken_files(path, made_by):
+        with atomic.guard_artifact(path, "Parquet", made_by):
             table = pl.scan_parquet(path).slice(first, ROW_GROUP_SIZE).collect(engine="streaming")
         yield table
 
@@ -131,7 +131,7 @@ def count_with_images(path: Path, made_by: str) -> int:
 
 
 def _read_parquet(path: Path, schema: pl.Schema, made_by: str, rows: int | None) -> pl.DataFrame:
-    with _naming_broken_files(path, made_by):
+    with atomic.guard_artifact(path, "Parquet", made_by):
         table = pl.read_parquet(path, n_rows=rows)
     if table.schema != schema:
         found = f"{path} has columns {dict(table.schema)}, expected {dict(schema)}"
@@ -140,7 +140,7 @@ def _read_parquet(path: Path, schema: pl.Schema, made_by: str, rows: int | None)
 
 
 def _count_rows(path: Path, made_by: str, count: pl.Expr) -> int:
-    with _naming_broken_files(path, made_by):
+    with atomic.guard_artifact(path, "Parquet", made_by):
         number = pl.scan_parquet(path).select(count).collect(engine="streaming").item()
     return int(number or 0)
 
@@ -156,16 +156,3 @@ def _list_shards(folder: Path, made_by: str) -> list[Path]:
             f"{folder / name_shard(missing)} not found among {len(numbers)} shards; run: dvc repro {made_by}"
         )
     return [folder / name_shard(number) for number in numbers]
-
-
-@contextmanager
-def _naming_broken_files(path: Path, made_by: str) -> Iterator[None]:
-    """Turn errors of reading `path` into one that names the file and the stage to run."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise atomic.BrokenArtifactError(f"{path} not found", f"run: dvc repro {made_by}") from None
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise atomic.BrokenArtifactError(
-            f"{path} is not readable Parquet ({error})", atomic.format_rerun_hint(made_by)
-        ) from None

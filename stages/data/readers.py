@@ -47,6 +47,7 @@ from stages.data.row_images import DroppedRowError
 from stages.params.data_sections import ColumnNames
 from stages.params.units import list_first
 from stages.runtime import foreign_paths, guarded_yaml
+from stages.runtime.guarded_files import is_parser_error
 
 MAX_EXPANSION, FREE_BYTES = 200, 1 << 30  # of a compressed file; text seldom shrinks to a fiftieth
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
@@ -214,11 +215,11 @@ def read_chunks(
 
 @contextmanager
 def _naming(path: Path, kind: str, where: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Turn errors of reading a file, of any decoder, into a ValueError that names it; those that name it pass."""
+    """Turn errors of a file's decoder into a ValueError that names it; those that name it pass, and what the machine lacks."""
     try:
         yield
-    except (Exception, pl.exceptions.PanicException) as error:
-        if isinstance(error, ValueError) and str(error).startswith(str(path)):
+    except BaseException as error:
+        if not is_parser_error(error) or (isinstance(error, ValueError) and str(error).startswith(str(path))):
             raise
         words = " ".join(str(error).split())[:MAX_ERROR]
         raise ValueError(

@@ -212,7 +212,7 @@ def join_batch_output(lines: list[bytes], questions: dict[str, Any]) -> list[byt
     for line in lines:
         row = _load_row(line)
         request = questions.get(str(row.get("custom_id"))) if row else None
-        joined.append(line if row is None or request is None else orjson.dumps(row | {"request": request}))
+        joined.append(line if row is None or request is None else _extend_row(line, row, {"request": request}))
     return joined
 
 
@@ -222,7 +222,7 @@ def mark_answered(lines: list[bytes], answered: dict[str, str]) -> list[bytes]:
     for line in lines:
         row = _load_row(line)
         file = answered.get(str(row.get("custom_id"))) if row else None
-        marked.append(line if row is None or file is None else orjson.dumps(row | {JOINED_KEY: file}))
+        marked.append(line if row is None or file is None else _extend_row(line, row, {JOINED_KEY: file}))
     return marked
 
 
@@ -239,6 +239,13 @@ def index_batches(files: Mapping[str, Iterable[bytes]], kinds: dict[str, str]) -
             else:
                 answered[str(row["custom_id"])] = Path(name).name
     return questions, {key: name for key, name in answered.items() if key in questions}
+
+
+def _extend_row(line: bytes, row: dict[str, Any], more: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(row | more)
+    except TypeError:  # it reads deeper nesting than it writes; the reader of the row says what is wrong
+        return line
 
 
 def _load_row(line: bytes) -> dict[str, Any] | None:

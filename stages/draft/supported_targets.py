@@ -5,7 +5,6 @@ GGUF file is on this machine. Neither reads weights nor downloads anything. A mo
 on it.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from stages.target import (
     quantisation,
 )
 from stages.target.manifest import TargetManifest
+from stages.telemetry.run_stage import run_stage
 
 
 def check_target_config(params: schema.Params, config: PretrainedConfig) -> None:
@@ -93,22 +93,16 @@ def resolve_feature_layers(model: str, layers: list[int] | None, num_layers: int
 
 
 def main(file: str, source: str) -> None:
-    """Check the target of the parameters in `file`, whose GGUF file or folder of config.json is `source`. A config.json that
-    can't be read, or only by code of the target's own, is left to prepare_target.
+    """Check the target of the parameters in `file`, whose GGUF file or folder of config.json is `source`. A config that code of
+    the target's own may read is left to prepare_target.
     """
-    if source.endswith(target_files.GGUF_SUFFIX):
-        config = gguf_target.read_gguf_config(Path(source))
-    else:
-        try:
-            config = foreign_files.read_config(Path(source), trust_remote_code=False)
-        except Exception:  # of broken files, which may raise anything
-            return
+    params, is_gguf = schema.load_params(Path(file)), source.endswith(target_files.GGUF_SUFFIX)
+    if not is_gguf and params.target.trust_remote_code:
+        return
     with foreign_files.refuse_unreadable(source, "a config by which transformers builds its class"):
-        check_target_config(schema.load_params(Path(file)), config)
+        read_config = gguf_target.read_gguf_config if is_gguf else foreign_files.read_config
+        check_target_config(params, read_config(Path(source)))
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except ValueError as error:
-        sys.exit(f"aerie: {error}")
+    run_stage(main)

@@ -19,12 +19,12 @@ from typing import Any
 
 import polars as pl
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from stages.hidden_states import format, reader
 from stages.hidden_states.format import RowHeader, StoredHiddenStates
-from stages.runtime import atomic
+from stages.runtime import guarded_files
 
 ReadStored = Callable[[RowHeader], StoredHiddenStates]
 PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
@@ -81,7 +81,7 @@ ReadCandidate = Callable[[], ImportedRow]
 
 def _index_own_folders(indexes: list[Path]) -> Iterator[tuple[str, ReadCandidate]]:
     for index in indexes:
-        with _translate_broken():
+        with _guard_import(index):
             rows = reader.read_index(index.parent)
         for (name,), group in rows.group_by("shard", maintain_order=True):
             (ids,) = _read_tensors(index.parent / str(name), "ids")
@@ -92,17 +92,18 @@ def _index_own_folders(indexes: list[Path]) -> Iterator[tuple[str, ReadCandidate
 
 
 def _read_own_row(folder: Path, row: pl.DataFrame) -> ImportedRow:
-    with _translate_broken():
+    with _guard_import(folder / "index.parquet"):
         header, block = next(reader.read_stored(folder, row))  # compares the checksum
     return ImportedRow(f"{folder}: row {header.id}", header.image_token_mask, block)
 
 
 @contextmanager
-def _translate_broken() -> Iterator[None]:
-    """Raise ValueError without the advice of `BrokenArtifactError`: no stage makes the user's folder again."""
+def _guard_import(path: Path) -> Iterator[None]:
+    """Guard the parsing of a file, without the advice of `BrokenArtifactError`: no stage makes the user's folder again."""
     try:
-        yield
-    except atomic.BrokenArtifactError as error:
+        with guarded_files.guard_parsing(path, "hidden states", ""):
+            yield
+    except guarded_files.BrokenArtifactError as error:
         raise ValueError(
             f"{PARAMETER}: {error.found}; copy it again from where it was made, or make it again there"
         ) from None
@@ -123,19 +124,14 @@ def _index_specforge_records(folder: Path) -> Iterator[tuple[str, ReadCandidate]
 
 
 def _read_specforge_record(path: Path) -> ImportedRow:
-    tensors = _read_tensors(path, "aux_hidden_state", "hidden_state")
-    return ImportedRow(str(path), None, StoredHiddenStates(*(t.flatten(0, -2) for t in tensors)))
+    with _guard_import(path):
+        tensors = [t.flatten(0, -2) for t in _read_tensors(path, "aux_hidden_state", "hidden_state")]
+    return ImportedRow(str(path), None, StoredHiddenStates(*tensors))
 
 
 def _read_tensors(path: Path, *names: str) -> list[Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return [file.get_tensor(name) for name in names]
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{PARAMETER}: {path} is broken, or holds no {' and '.join(names)} ({error}); copy it again from where it was made, "
-            "or make it again there"
-        ) from None
+    with _guard_import(path), safe_open(path, framework="pt") as file:
+        return [file.get_tensor(name) for name in names]
 
 
 def _check_row(row: ImportedRow, header: RowHeader, layers: Sequence[int], hidden_size: int) -> None:

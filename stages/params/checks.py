@@ -4,7 +4,6 @@ layers, GPUs.
 python -m stages.params.checks        # check the whole file, as `aerie run` does before anything starts
 """
 
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from stages.params.families import DraftKind
 from stages.params.schema import Params, load_params
 from stages.params.section import PARAMS_FILE, suggest_name
 from stages.params.units import list_first
+from stages.runtime import guarded_files
 
 # Devices of NVIDIA's driver, of Jetson, of WSL and of ROCm.
 GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
@@ -198,13 +198,12 @@ def read_chat_template(name: str | None) -> str | None:
         )
     import jinja2  # where a template is named
 
-    try:
+    with guarded_files.guard_parsing(path, "Jinja in UTF-8", "correct it"):
         text = path.read_text(encoding="utf-8")
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"{path} line {error.lineno} is no Jinja template ({error.message}); correct it") from None
+        try:
+            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"line {error.lineno}: {error.message}") from None
     return text
 
 
@@ -241,9 +240,9 @@ def _find_number(params: Params, key: str) -> int | None:
     if (path := find_target_config(params)) is None:
         return None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = guarded_files.read_json(path, "")
         number = config.get("text_config", config)[key]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # prepare_target says what is wrong
+    except (ValueError, KeyError, TypeError, AttributeError):  # prepare_target says what is wrong
         return None
     return number if isinstance(number, int) else None
 

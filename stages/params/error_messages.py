@@ -72,7 +72,7 @@ def _strip_union_tags(location: Location) -> list[str]:
 def _explain_error(error: Any, root: type[Section], meant: Location | None) -> str:
     """Explain one pydantic error of `root` as "key: expected, found, what to do"; `meant` is the missing key it stands for."""
     key_path = _strip_union_tags(error["loc"])
-    key, kind, found = ".".join(key_path), error["type"], f"found {error['input']!r}"
+    key, kind, found = ".".join(key_path), error["type"], f"found {error['input']!r:.200}"
     message = error["msg"].removeprefix("Value error, ")
     if meant:
         return f"{key}: unknown key, and {meant[-1]} is missing (did you mean {meant[-1]}?); rename it"
@@ -90,7 +90,8 @@ def _explain_error(error: Any, root: type[Section], meant: Location | None) -> s
     if kind == "missing":
         return f"{key}: missing, and it has no default; write it (docs/params.yaml says what it is)"
     if kind in ("model_type", "dict_type"):
-        return f"{key}: expected a section with {', '.join(_known_keys(error['loc'], root))}, {found}"
+        known = _known_keys(error["loc"], root)
+        return f"{key}: expected a section{' with ' + ', '.join(known) if known else ''}, {found}"
     if isinstance(error["input"], int | float) and not isinstance(error["input"], bool):
         found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
     if words := PATTERNS_IN_WORDS.get((error.get("ctx") or {}).get("pattern", "")):
@@ -106,12 +107,12 @@ def _explain_error(error: Any, root: type[Section], meant: Location | None) -> s
         return f"{key}: expected {error['ctx']['expected']}, {found}"
     # Pydantic's messages: "Input should be greater than 0", "List should have at least 1 item after validation, not 0".
     expected = re.sub(r"^\w+ should (be|have) ", "expected ", message)
-    return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r}"
+    return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r:.200}"
 
 
 def _known_keys(location: Sequence[Any], root: type[Section]) -> list[str]:
     """Return the keys of the section at a location of `root`, as written in the file; in a union, of the member named."""
-    return [field.alias or name for name, field in _find_section(location, root).model_fields.items()]
+    return [field.alias or name for name, field in getattr(_find_section(location, root), "model_fields", {}).items()]
 
 
 def _find_section(location: Sequence[Any], root: type[Section]) -> type[Section]:

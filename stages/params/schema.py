@@ -318,17 +318,17 @@ def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
     Raises:
         ValueError: naming the file, what was expected and what to do.
     """
-    found = _read_sections(path, "correct its name")
+    found = _read_sections(path, "correct its name", path.parent)
     if not all(isinstance(keys, dict) for keys in found.values()):
         raise ValueError(f"{path}: expected sections with keys, as params.yaml has them; found {found!r:.60}")
     about = found.pop("recipe", None)
     return None if about is None else _validate_model(Recipe, about, path, "recipe."), found
 
 
-def _read_sections(path: Path, if_missing: str) -> dict[str, Any]:
+def _read_sections(path: Path, if_missing: str, root: Path | None = None) -> dict[str, Any]:
     """Return a file's sections, none of them with a key of an earlier version."""
     try:
-        found = guarded_yaml.read_yaml(path)
+        found = guarded_yaml.read_yaml(path, root)
     except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"{path} not found; {if_missing}") from None
     if not isinstance(found, dict):

@@ -3,12 +3,11 @@
 `aerie run`, `aerie stale` and `aerie doctor` check a local folder before anything starts, prepare_target every target.
 """
 
-import json
 from pathlib import Path
-from typing import Any
 
 from stages.params.section import PARAMS_FILE
 from stages.params.units import list_first
+from stages.runtime import guarded_files
 
 GGUF_SUFFIX = ".gguf"
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # by dtype; others are quantised from these
@@ -35,11 +34,15 @@ CONVERSION = (
 
 
 def check_file_kinds(folder: Path) -> None:
-    """Raise ValueError for a folder, a pipe or a broken link in the place of a file of the target: reading it may never end."""
+    """Raise ValueError for anything but a file in the place of one of the target, and for a link to elsewhere.
+
+    Weights may lie on another disk. Reading a pipe may never end, and a link may lead to a private file.
+    """
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
-        if path.suffix in READ_SUFFIXES and not path.is_file():
-            kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "a link to nothing"
-            raise ValueError(f"{path} is {kind}, expected a file; copy or download the file again")
+        if path.suffix in READ_SUFFIXES:
+            root = None if path.suffix == ".safetensors" else folder
+            with guarded_files.guard_parsing(path, "a target", "copy or download the file again", root=root):
+                pass
 
 
 def check_target_folder(model: str, folder: Path, has_template: bool, trust_remote_code: bool) -> None:
@@ -65,12 +68,7 @@ def list_weight_files(folder: Path) -> list[Path]:
         if not (folder / WEIGHTS_FILE).exists():
             raise ValueError(_describe_missing_weights(folder))
         return [folder / WEIGHTS_FILE]
-    try:
-        files = [
-            folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is cut or broken ({error!r}); get the target's weights again") from None
+    files = guarded_files.list_indexed_files(index, "get the target's weights again")
     if missing := [file.name for file in files if not file.exists()]:
         raise ValueError(
             f"{folder} lacks {len(missing)} of the {len(files)} files of weights that its {INDEX_FILE} names: "
@@ -101,14 +99,11 @@ def _may_have_template(folder: Path) -> bool:
     """Return whether a file of the folder holds a chat template, or can't be read: prepare_target then says what is wrong."""
     if any(path for name in TEMPLATE_FILES for path in folder.glob(name)):
         return True
-    for config in (folder / name for name in ("tokenizer_config.json", "processor_config.json")):
-        try:
-            found: Any = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        except (OSError, ValueError, RecursionError):
-            return True
-        if not isinstance(found, dict) or found.get("chat_template"):
-            return True
-    return False
+    configs = [folder / name for name in ("tokenizer_config.json", "processor_config.json")]
+    try:
+        return any(guarded_files.read_json(config, "").get("chat_template") for config in configs if config.is_file())
+    except ValueError:
+        return True
 
 
 def _describe_missing_weights(folder: Path) -> str:

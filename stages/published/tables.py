@@ -241,7 +241,7 @@ def read_publications(folder: Path = PUBLISHED_FOLDER) -> dict[str, Publication]
 def read_publication(path: Path) -> Publication:
     """Return one publication. Raises ValueError for the first defect: what was expected, what was found, and where."""
     try:
-        file = _PublicationFile.model_validate(guarded_yaml.read_yaml(path))
+        file = _PublicationFile.model_validate(guarded_yaml.read_yaml(path, path.parent))
     except FileNotFoundError:
         raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
     except ValidationError as error:

@@ -32,7 +32,10 @@ SHOWN_COLUMNS = ("draft", "dataset", "T", "tree", "metric", "published", "ours",
 def main(recipe_file: str, params_file: str) -> None:
     name, p = Path(recipe_file).stem, schema.load_params(Path(params_file))
     recipe, _ = schema.read_recipe(Path(recipe_file))
-    assert recipe, recipe_file
+    if recipe is None:
+        raise ValueError(
+            f"{recipe_file} has no block `recipe`, expected one that says what it reproduces; see recipes/"
+        )
     comparisons, left_out = match_published_numbers(recipe, p.target.model, published.read_publications())
     text = build_page(name, recipe, comparisons, left_out)
     atomic.write_csv(REPRODUCE_FOLDER / f"{name}.csv", COMPARISON_COLUMNS, map(_build_csv_row, comparisons))

@@ -1,23 +1,50 @@
 """The rows of a run's data and their tokens: of what the stages have written here, before that of the raw files."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Self
 
 from huggingface_hub import try_to_load_from_cache
+from pydantic import Field, NonNegativeInt
 from tokenizers import Tokenizer
 
+from stages.cells.record import Record
 from stages.data import preview, readers
 from stages.params import schema
+from stages.target import foreign_files
 
 SAMPLED_ROWS = 100  # of each file
 CHARS_A_TOKEN = 3  # where the target's tokenizer is not here: few, so that lengths are not underestimated
 MOST_BYTES = 2**31  # of raw files that are read to count their rows
+
+
+class EpochTokens(Record, extra="ignore"):
+    tokens: NonNegativeInt
+
+
+class StageCounts(Record, extra="ignore"):
+    """The counts in the file of any stage that an estimate reads."""
+
+    model: str = ""
+    files: dict[str, Any] | None = None
+    rows_out: NonNegativeInt = 0
+    tokens: NonNegativeInt | dict[str, NonNegativeInt] = 0  # by split
+    epochs: list[EpochTokens] = Field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: str) -> Self:
+        """Return the counts in a file; none where the stage has not written it, or not whole."""
+        with suppress(ValueError):
+            return cls.read_json(Path(path), "")
+        return cls()
+
+    def count_tokens(self) -> int:
+        return sum(self.tokens.values()) if isinstance(self.tokens, dict) else self.tokens
 
 
 @dataclass(frozen=True)
@@ -47,29 +74,29 @@ def apply_data(p: schema.Params) -> tuple[schema.Params, int]:
 
 def _count_conversations(p: schema.Params, sample: RawSample | None) -> int | None:
     """Return the conversations that fix_data has kept of these files, else those of the sample; None where neither is known."""
-    report, raw = read_json("results/fix_report.json"), Path(p.fix_data.raw)
+    report, raw = StageCounts.read("results/fix_report.json"), Path(p.fix_data.raw)
     names = [readers.name_source(file, raw) for file in readers.list_files(raw)] if raw.exists() else []
-    if report and (not names or sorted(report.get("files", names)) == sorted(names)):
-        return int(report["rows_out"])
+    if report.rows_out and (not names or sorted(report.files or names) == sorted(names)):
+        return report.rows_out
     return sample.conversations if sample else None
 
 
 def _read_row_tokens(p: schema.Params, sample: RawSample | None) -> int:
     """Return the mean length of rows: of those extracted here with this target, else of prompts and answers, had or allowed."""
-    hiddens, is_of_target = read_json("results/hiddens_report.json"), is_of_target_here(p)
-    if is_of_target and hiddens.get("rows_out"):
-        return math.ceil(hiddens["tokens"] / hiddens["rows_out"])
+    hiddens, is_of_target = StageCounts.read("results/hiddens_report.json"), is_of_target_here(p)
+    if is_of_target and hiddens.rows_out:
+        return math.ceil(hiddens.count_tokens() / hiddens.rows_out)
     if sample is None:
         return p.extract_hiddens.max_length
-    answered, answer = read_json("results/sample_report.json"), p.sample_target.max_new_tokens
-    if is_of_target and answered.get("rows_out"):
-        answer = min(answer, math.ceil(sum(answered["tokens"].values()) / answered["rows_out"]))
+    answered, answer = StageCounts.read("results/sample_report.json"), p.sample_target.max_new_tokens
+    if is_of_target and answered.rows_out:
+        answer = min(answer, math.ceil(answered.count_tokens() / answered.rows_out))
     return math.ceil(sample.prompt_tokens) + answer
 
 
 def is_of_target_here(p: schema.Params) -> bool:
     """Return whether the results here are of these parameters' target."""
-    return bool(read_json("artifacts/target/target.json").get("model") == p.target.model)
+    return StageCounts.read("artifacts/target/target.json").model == p.target.model
 
 
 def _sample_raw(p: schema.Params) -> RawSample | None:
@@ -105,14 +132,6 @@ def _load_counter(model: str, revision: str | None) -> Callable[[str], int]:
         file = Path(cached) if isinstance(cached, str) else None
     if file is None:
         return lambda text: math.ceil(len(text) / CHARS_A_TOKEN)
-    tokenizer = Tokenizer.from_file(str(file))
+    with foreign_files.refuse_unreadable(str(file), "a tokenizer"):
+        tokenizer = Tokenizer.from_file(str(file))
     return lambda text: len(tokenizer.encode(text).ids)
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """Return what a stage has written; {} where it has not, or not whole."""
-    try:
-        found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found

@@ -32,6 +32,7 @@ from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes
 from stages.reproduce import data_size
 from stages.reproduce.block_flop import BlockFlop, BlockWork
+from stages.reproduce.data_size import StageCounts
 from stages.reproduce.target_size import TargetSize, format_count, get_itemsize, read_target_size
 from stages.target.manifest import TargetManifest
 from stages.telemetry import stage_log
@@ -235,15 +236,15 @@ def _add_logged_times(result: RunEstimate, p: schema.Params, rows: RowCounts) ->
     if not data_size.is_of_target_here(p):
         return
     seconds = {run.stage: run.seconds for run in stage_log.read_log()}  # of the last run of each
-    sampled, hiddens = (data_size.read_json(f"results/{name}_report.json") for name in ("sample", "hiddens"))
+    sampled, hiddens = (StageCounts.read(f"results/{name}_report.json") for name in ("sample", "hiddens"))
     answers = (rows.train + rows.evaluated) * min(rows.length, p.sample_target.max_new_tokens)
     work = {
-        "sample_target": (answers, sum(sampled.get("tokens", {}).values())),
-        "extract_hiddens": (rows.count_stored_tokens(p), hiddens.get("tokens", 0)),
+        "sample_target": (answers, sampled.count_tokens()),
+        "extract_hiddens": (rows.count_stored_tokens(p), hiddens.count_tokens()),
     }
     for name, segment in p.train_draft.checkpoints.items():
-        epochs = data_size.read_json(f"results/train/{name}.json").get("epochs", [])
-        done = sum(epoch["tokens"] for epoch in epochs[-segment.epochs :])
+        epochs = StageCounts.read(f"results/train/{name}.json").epochs
+        done = sum(epoch.tokens for epoch in epochs[-segment.epochs :])
         work[f"train_draft@{name}"] = segment.epochs * rows.train * rows.length, done
     for stage, (tokens, done) in work.items():
         if done and seconds.get(stage):

@@ -1,10 +1,8 @@
 """The size of a target by its config.json, counted without a GPU or its weights."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -14,7 +12,8 @@ from stages import prepare_target
 from stages.draft import supported_targets
 from stages.params import schema, target_files
 from stages.params.recipe import RECIPES_FOLDER
-from stages.target import gguf_target, loading
+from stages.runtime import guarded_files
+from stages.target import foreign_files, gguf_target, loading
 from stages.target.manifest import TargetManifest
 
 TARGETS_FOLDER = RECIPES_FOLDER / "targets"
@@ -40,32 +39,30 @@ class TargetSize:
 
 def read_target_size(p: schema.Params) -> TargetSize:
     """Return the target's size. Raises ValueError where no config of the target is here."""
-    found, source = _find_config(p.target.model, p.target.revision)
-    config: PretrainedConfig = CONFIG_MAPPING[found["model_type"]].from_dict(found)
-    if p.target.model.endswith(target_files.GGUF_SUFFIX):
-        supported_targets.check_target_config(p, config)
-    manifest = prepare_target.describe_target(
-        p.target.model, p.target.revision, config, TARGETS_FOLDER, p.target.feature_layers
-    )
-    return TargetSize(manifest, source, *_count_parameters(config))
+    with foreign_files.refuse_unreadable(p.target.model, "a config by which transformers builds its class"):
+        config, source = _find_config(p.target.model, p.target.revision)
+        if p.target.model.endswith(target_files.GGUF_SUFFIX):
+            supported_targets.check_target_config(p, config)
+        manifest = prepare_target.describe_target(
+            p.target.model, p.target.revision, config, TARGETS_FOLDER, p.target.feature_layers
+        )
+        return TargetSize(manifest, source, *_count_parameters(config))
 
 
-def _find_config(model: str, revision: str | None) -> tuple[dict[str, Any], str]:
+def _find_config(model: str, revision: str | None) -> tuple[PretrainedConfig, str]:
     """Return the config of recipes/targets/, of the target's own folder, or of the Hugging Face cache, and its origin."""
     path = TARGETS_FOLDER / f"{model.rstrip('/').rsplit('/', 1)[-1]}.json"
     if path.is_file():
-        recorded = json.loads(path.read_text(encoding="utf-8"))
-        return recorded["config"], recorded["recorded_from"]
+        recorded = guarded_files.read_json(path, f"restore it: git checkout {path}", root=path.parent)
+        return CONFIG_MAPPING[recorded["config"]["model_type"]].from_dict(recorded["config"]), recorded["recorded_from"]
     if model.endswith(target_files.GGUF_SUFFIX) and Path(model).is_file():
-        return gguf_target.read_gguf_config(Path(model)).to_dict(), "its own metadata"
+        return gguf_target.read_gguf_config(Path(model)), "its own metadata"
     own = Path(model) / "config.json"
     if not own.is_file() and not Path(model).is_absolute() and model.count("/") <= 1:
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
         own = Path(cached) if isinstance(cached, str) else own
-    if own.is_file():
-        config = json.loads(own.read_text(encoding="utf-8"))
-        if config.get("model_type") in CONFIG_MAPPING:
-            return config, "its own config.json"
+    if own.is_file() and guarded_files.read_json(own, foreign_files.REMEDY).get("model_type") in CONFIG_MAPPING:
+        return foreign_files.read_config(own.parent), "its own config.json"
     known = ", ".join(sorted(file.stem for file in TARGETS_FOLDER.glob("*.json")))
     raise ValueError(
         f"{path} not found, expected a recorded config.json of {model}, as {known}; run: hf download {model} config.json"

@@ -28,6 +28,7 @@ class ForeignPathError(ValueError):
 def resolve_file(path: Path, roots: Sequence[Path]) -> Path:
     """Return the real path of a regular file in one of the folders `roots`. Raises ForeignPathError for any other path."""
     try:
+        str(path).encode()
         real = path.resolve(strict=True)
         if not is_inside(real, roots) and not STORED.search(real.as_posix()):
             raise ForeignPathError("is outside of its folder", is_outside=True)
@@ -35,6 +36,8 @@ def resolve_file(path: Path, roots: Sequence[Path]) -> Path:
             raise ForeignPathError("is no file here")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise ForeignPathError("is no file here") from None
+    except UnicodeEncodeError:  # tables and reports hold names in UTF-8
+        raise ForeignPathError("has a name that is no UTF-8") from None
     except (OSError, RuntimeError) as error:  # no permission, a disk error, too long a name, a circle of links
         raise ForeignPathError(f"can't be read ({getattr(error, 'strerror', None) or error})") from None
     return real

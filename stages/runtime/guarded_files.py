@@ -112,7 +112,7 @@ def _parse_finite(digits: str) -> float:
 
 def list_indexed_files(index: Path, remedy: str) -> list[Path]:
     """Return the safetensors files that the index beside them names. Raises BrokenArtifactError, also for a file elsewhere."""
-    names = read_json(index, remedy).get("weight_map")
+    names = read_json(index, remedy, root=index.parent).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise BrokenArtifactError(
             f"{index}: expected weight_map with a file for each tensor, found {names!r:.60}", remedy

@@ -11,11 +11,12 @@ from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEv
 from stages.runtime import guarded_files
 
 MOST_LEVELS = 32  # params.yaml has four, a published table six
+MOST_DIGITS = 20  # products of longer ones are too large for a float
 MOST_VALUES = 10**6  # with what aliases repeat; nine aliases of ten each are a billion
 
 
-def read_yaml(path: Path) -> Any:
-    """Return the content of a file.
+def read_yaml(path: Path, root: Path | None = None) -> Any:
+    """Return the content of a file, of others where its folder `root` is given, out of which no link may lead.
 
     Raises:
         ValueError: in one line that names the file, for invalid bytes, dates and YAML, duplicate keys and too deep nesting.
@@ -23,21 +24,23 @@ def read_yaml(path: Path) -> Any:
     """
     if not (path.exists() or path.is_symlink()):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    with guarded_files.guard_parsing(path, "YAML", "correct it"):
-        text = path.read_bytes().decode("utf-8")
-        try:
-            return parse_yaml(text)
-        except Exception as error:
-            problem, advice = _explain(error)
-            raise guarded_files.BrokenArtifactError(f"{path} is not valid YAML: {problem}", advice) from None
+    with guarded_files.guard_parsing(path, "YAML", "correct it", root=root):
+        return parse_yaml(path.read_bytes().decode("utf-8"))
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML.
+    """Parse YAML. Raises ValueError, in one line, for anything else."""
+    try:
+        _check_sizes(text)
+        return YAML(typ="safe").load(text)
+    except Exception as error:
+        if not guarded_files.is_parser_error(error):
+            raise
+        raise ValueError(_explain(error)) from None
 
-    Raises ValueError for too deep nesting, since the parser recurses in C and 100,000 levels crash Python, and for aliases that
-    repeat too much, or the value that they are in.
-    """
+
+def _check_sizes(text: str) -> None:
+    """Raise ValueError for long numbers, deep nesting, by which the parser crashes in C, and aliases that repeat too much."""
     sizes: dict[str, int] = {}  # of the values with anchors
     levels: list[tuple[str | None, int]] = [(None, 0)]  # the anchor and the values so far of each open collection
     for event in YAML(typ="safe").parse(text):
@@ -52,11 +55,12 @@ def parse_yaml(text: str) -> Any:
             anchor, size = None, sizes.get(str(anchor), MOST_VALUES)
         elif not isinstance(event, ScalarEvent):
             continue
+        elif not event.style and event.value.isdigit():
+            _check_limit(event, "digits of a number", len(event.value), MOST_DIGITS)
         if anchor:
             sizes[anchor] = size
         levels[-1] = levels[-1][0], levels[-1][1] + size
         _check_limit(event, "values with those that aliases repeat", levels[-1][1], MOST_VALUES)
-    return YAML(typ="safe").load(text)
 
 
 def _check_limit(event: Any, what: str, found: int, most: int) -> None:
@@ -64,10 +68,9 @@ def _check_limit(event: Any, what: str, found: int, most: int) -> None:
         raise ValueError(f"line {event.start_mark.line + 1}: expected at most {most} {what}, found more")
 
 
-def _explain(error: Exception) -> tuple[str, str]:
-    """Return a parser's error in one line, with the line number, and what to do."""
+def _explain(error: Exception) -> str:
+    """Return a parser's error in one line, with the line number."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    # In brackets the parser takes a colon for that of a key.
-    is_colon = problem == "found unexpected ':'"
-    advice = 'put text with a colon in quotes, as ["http://gpu1:8000"]' if is_colon else "correct it"
-    return f"line {mark.line + 1}: {problem}" if mark and problem else " ".join(str(error).split()), advice
+    if problem == "found unexpected ':'":  # in brackets the parser takes a colon for that of a key
+        problem += ', put text with a colon in quotes, as ["http://gpu1:8000"]'
+    return f"line {mark.line + 1}: {problem}" if mark and problem else " ".join(str(error).split())

@@ -38,7 +38,7 @@ OWN_ANSWERS = (
 )
 THINKING_KEYS = ("enable_thinking", "thinking")  # Qwen3's and GLM's; Granite's, DeepSeek-V3.1's and Kimi's
 DATE = "strftime_now"  # the function by which a template reads today's date
-PROBE_S, PROBE_BYTES = 30, 1 << 29
+MOST_RENDERED = 1 << 20  # characters of a question of one word; a tokenizer takes minutes for ten million
 _closers_by_tokenizer: WeakKeyDictionary[Any, tuple[frozenset[int], tuple[str, ...]]] = WeakKeyDictionary()
 _marks_by_tokenizer: WeakKeyDictionary[Any, tuple[tuple[str, ...], str]] = WeakKeyDictionary()
 _facts_by_tokenizer: "WeakKeyDictionary[Any, TemplateFacts]" = WeakKeyDictionary()
@@ -105,14 +105,8 @@ def _probe(tokenizer: Any) -> TemplateFacts:
 
     In a child process: a template is a program of others, and no thread can stop one that computes inside C.
     """
-    try:
-        return call_limited(partial(_probe_here, tokenizer), PROBE_S, PROBE_BYTES)
-    except (TimeoutError, MemoryError) as error:
-        limit = f"{PROBE_S} seconds" if isinstance(error, TimeoutError) else f"{PROBE_BYTES >> 20} MiB of memory"
-        raise ValueError(
-            f"the target's chat template has not rendered one question in {limit}, expected milliseconds and kilobytes; give "
-            "another: target.chat_template names a file in templates/"
-        ) from None
+    remedy = "give another: target.chat_template names a file in templates/"
+    return call_limited(partial(_probe_here, tokenizer), "rendering a question by the target's chat template", remedy)
 
 
 def _probe_here(tokenizer: Any) -> TemplateFacts:
@@ -135,11 +129,14 @@ def _is_shown(
     messages, tools, word = PROBES[kind]
     header = messages[-1]["role"] != "assistant"
     try:
-        return word in _apply_template(tokenizer, _write_as_parts(messages, parts), header, tools, settings or {})
+        text = _apply_template(tokenizer, _write_as_parts(messages, parts), header, tools, settings or {})
     except MemoryError:
         raise
     except Exception:  # a template may raise anything
         return None
+    if len(text) > MOST_RENDERED:
+        raise ValueError(f"it renders {len(text):,} characters, expected at most {MOST_RENDERED:,}")
+    return word in text
 
 
 def _list_read_names(template: str | dict[str, str]) -> set[str]:
@@ -159,7 +156,7 @@ def reads_date(template: str | dict[str, str]) -> bool:
     for text in template.values() if isinstance(template, dict) else [template]:
         try:
             parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
-        except jinja2.TemplateSyntaxError:  # a tag of transformers' own, or an error that rendering tells
+        except (jinja2.TemplateSyntaxError, RecursionError):  # a tag of transformers' own, or what rendering tells
             return re.search(rf"\b{DATE}\b", text) is not None
         own = {macro.name for macro in parsed.find_all(jinja2.nodes.Macro)}
         if DATE in {name.name for name in parsed.find_all(jinja2.nodes.Name)} - own:

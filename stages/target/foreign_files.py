@@ -1,6 +1,5 @@
 """Read the files of a target's folder by libraries that parse bytes of others: every failure is one line that names the file."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,11 +7,12 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from stages.runtime.guarded_files import is_parser_error
+from stages.runtime.guarded_files import is_parser_error, read_json
 from stages.telemetry.machine_errors import explain_machine_error
 
 COUNTED = ("layers", "heads", "experts", "n_layer", "n_head")  # ends of keys of a config
 MOST_PARTS = 100_000
+REMEDY = "get the target's files again, those of a builtin target by: dvc repro -f -s prepare_target"
 
 
 @contextmanager
@@ -29,10 +29,7 @@ def refuse_unreadable(file: str, expected: str) -> Iterator[None]:
             raise
         words = " ".join(str(error).split())
         found = f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__
-        raise ValueError(
-            f"{file}: expected {expected}, found none that can be read ({found}); get the target's files again, those of a "
-            "builtin target by: dvc repro -f -s prepare_target"
-        ) from error
+        raise ValueError(f"{file}: expected {expected}, found none that can be read ({found}); {REMEDY}") from error
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -40,14 +37,15 @@ def _is_ours(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return isinstance(error, ValueError) and str(trace and trace.tb_frame.f_globals["__name__"]).startswith("stages.")
+    spec = trace and trace.tb_frame.f_globals.get("__spec__")  # its name is no __main__ where a module is run
+    return isinstance(error, ValueError) and str(spec and spec.name).startswith("stages.")
 
 
-def read_config(folder: Path | str, trust_remote_code: bool) -> PretrainedConfig:
+def read_config(folder: Path | str, trust_remote_code: bool = False) -> PretrainedConfig:
     """Return the target's config. Raises ValueError naming the file, where it is missing, cut or broken."""
     file = Path(folder) / "config.json"
     if file.is_file():
-        _check_counts(file, read_json_object(file))
+        _check_counts(file, read_json(file, REMEDY))
     with refuse_unreadable(str(file), "the config of a transformers model"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
@@ -59,12 +57,3 @@ def _check_counts(file: Path, settings: dict[str, Any]) -> None:
             _check_counts(file, value)
         elif key.endswith(COUNTED) and isinstance(value, int | float) and value > MOST_PARTS:
             raise ValueError(f"{file}: {key} is {str(value)[:40]}, expected at most {MOST_PARTS}; correct it")
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ValueError naming the file, where it holds anything else."""
-    with refuse_unreadable(str(path), "a JSON object"):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise TypeError(f"found {type(found).__name__}")
-        return found

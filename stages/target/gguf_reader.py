@@ -18,7 +18,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from stages.params.section import PARAMS_FILE
+from stages.runtime import guarded_files
 
 VERSIONS = (2, 3)
 NUMBERS = {
@@ -37,10 +37,6 @@ NUMBERS = {
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS, MAX_COUNT = 4, 2**24  # the largest vocabularies have a million merges
 LEAST_SHARE = 0.01  # of the weights, for a type to be named: norms are F32 in every file
-
-
-class BrokenGgufError(ValueError):
-    """A file that is cut, or no GGUF file."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +75,10 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a file. Raises BrokenGgufError where it is cut, or no GGUF file."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Header(data).read(path)
-    except (struct.error, OverflowError):
-        found = "a header that ends beyond the file"
-    except (BrokenGgufError, UnicodeDecodeError) as error:
-        found = str(error)
-    except ValueError:  # mmap's, of no bytes
-        found = "an empty file"
-    raise BrokenGgufError(
-        f"{PARAMS_FILE}: target.model {path}: expected a whole GGUF file, found {found}; get the file again"
-    )
+    """Read the header of a file. Raises BrokenArtifactError where it is cut, or no GGUF file."""
+    guard = guarded_files.guard_parsing(path, "GGUF", "get the file again")
+    with guard, path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Header(data).read(path)
 
 
 class _Header:
@@ -101,27 +88,27 @@ class _Header:
     def read(self, path: Path) -> GgufFile:
         magic, version, num_tensors, num_keys = self.unpack("4sIQQ")
         if magic != b"GGUF" or version not in VERSIONS:
-            raise BrokenGgufError(f"{magic!r}, version {version} (GGUF, {' or '.join(map(str, VERSIONS))})")
+            raise ValueError(f"{magic!r}, version {version} (GGUF, {' or '.join(map(str, VERSIONS))})")
         keys: dict[str, Any] = {}
         for _ in range(num_keys):  # each name is another, so bytes that are no header end at once
             name, (kind,) = self.read_string(), self.unpack("I")
             if not name or name in keys:
-                raise BrokenGgufError(f"the key {name!r} a second time" if name else "a key without name")
+                raise ValueError(f"the key {name!r} a second time" if name else "a key without name")
             keys[name] = self.read_value(kind)
         alignment = keys.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise BrokenGgufError(f"general.alignment {alignment!r}")
+            raise ValueError(f"general.alignment {alignment!r}")
         tensors: dict[str, GgufTensor] = {}
         for _ in range(num_tensors):
             tensor = self.read_tensor_info()
             if not tensor.name or tensor.name in tensors:
-                raise BrokenGgufError(f"the tensor {tensor.name!r} a second time")
+                raise ValueError(f"the tensor {tensor.name!r} a second time")
             tensors[tensor.name] = tensor
         start = -(-self.at // alignment) * alignment
         placed = {n: GgufTensor(n, t.shape, t.kind, start + t.start, t.size) for n, t in tensors.items()}
         if beyond := [t for t in placed.values() if t.start + t.size > len(self.data)]:
             end = max(t.start + t.size for t in beyond)
-            raise BrokenGgufError(
+            raise ValueError(
                 f"{len(self.data)} bytes where its tensors need {end}: {len(beyond)} of {len(placed)} are cut, as "
                 f"{beyond[0].name} {beyond[0].shape}"
             )
@@ -146,7 +133,7 @@ class _Header:
             at += 8 + length
             found.append(data[at - length : at])
         if at > len(data):
-            raise BrokenGgufError(f"strings that end at {at} of {len(data)}")
+            raise ValueError(f"strings that end at {at} of {len(data)}")
         self.at = at
         return [str(text, "utf-8") for text in found]
 
@@ -157,7 +144,7 @@ class _Header:
             return self.unpack(self.find_number(kind))[0]
         kind, count = self.unpack("IQ")
         if count > MAX_COUNT:
-            raise BrokenGgufError(f"{count} values of one key")
+            raise ValueError(f"{count} values of one key")
         if kind == STRING:
             self.check_room(8 * count)
             return self.read_strings(count)
@@ -168,26 +155,26 @@ class _Header:
     def read_tensor_info(self) -> GgufTensor:
         name, (dimensions,) = self.read_string(), self.unpack("I")
         if dimensions > MAX_DIMENSIONS:
-            raise BrokenGgufError(f"{name} with {dimensions} dimensions")
+            raise ValueError(f"{name} with {dimensions} dimensions")
         shape = self.unpack(f"{dimensions}Q")[::-1] or (1,)
         number, start = self.unpack("IQ")
         if number not in set(GGMLQuantizationType):
-            raise BrokenGgufError(f"{name} of a type that the gguf package does not know ({number})")
+            raise ValueError(f"{name} of a type that the gguf package does not know ({number})")
         kind = GGMLQuantizationType(number)
         block, size = GGML_QUANT_SIZES[kind]
         if 0 in shape or shape[-1] % block:
-            raise BrokenGgufError(f"{name} of {kind.name} with the shape {shape}")
+            raise ValueError(f"{name} of {kind.name} with the shape {shape}")
         try:
             dequantize(np.zeros((1, size), np.uint8), kind)
         except NotImplementedError:
-            raise BrokenGgufError(f"{name} in {kind.name}, which the gguf package can't dequantise") from None
+            raise ValueError(f"{name} in {kind.name}, which the gguf package can't dequantise") from None
         return GgufTensor(name, shape, kind, start, prod(shape) // block * size)
 
     def find_number(self, kind: int) -> str:
         if kind not in NUMBERS:
-            raise BrokenGgufError(f"a value of the unknown type {kind}")
+            raise ValueError(f"a value of the unknown type {kind}")
         return NUMBERS[kind]
 
     def check_room(self, size: int) -> None:
         if size > len(self.data) - self.at:
-            raise BrokenGgufError(f"{size} bytes named at {self.at} of {len(self.data)}")
+            raise ValueError(f"{size} bytes named at {self.at} of {len(self.data)}")

@@ -21,7 +21,8 @@ from transformers.utils import logging
 
 from stages.params.section import PARAMS_FILE
 from stages.params.units import list_first
-from stages.target.gguf_reader import BrokenGgufError, GgufFile, read_gguf
+from stages.runtime.guarded_files import is_parser_error
+from stages.target.gguf_reader import GgufFile, read_gguf
 from stages.target.gguf_tokenizer import SPECIAL_TOKENS, build_tokenizer, list_end_tokens
 
 T = TypeVar("T")
@@ -156,7 +157,7 @@ def write_gguf_target(path: Path, folder: Path) -> str:
     target = read_gguf_target(path)
     logging.disable_progress_bar()
     _explain(path, lambda: build_tokenizer(target.file.keys)).save_pretrained(folder)
-    weights = {name: target.read_weight(name) for name in target.tensors}
+    weights = _explain(path, lambda: {name: target.read_weight(name) for name in target.tensors})
     if target.model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     target.model.load_state_dict(weights, assign=True)
@@ -182,9 +183,9 @@ def read_gguf_target(path: Path) -> GgufTarget:
 def _explain(path: Path, read: Callable[[], T]) -> T:
     try:
         return read()
-    except BrokenGgufError:
-        raise
     except Exception as error:  # keys of a wrong type, and classes of transformers that refuse a config, raise anything
+        if not is_parser_error(error):
+            raise
         words = " ".join(str(error).split())[:600]
         found = words if isinstance(error, ValueError) else f"{type(error).__name__}: {words}"
         raise ValueError(

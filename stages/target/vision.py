@@ -21,6 +21,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from stages.runtime.limited_call import call_limited
 from stages.target import foreign_files
 
 MAX_CACHED_BYTES = 1 << 30  # of cached patches; token counts are cached for all images
@@ -119,16 +120,14 @@ class CachedImageProcessor:
         # Not from transformers' top level: 5.17 hides it there where torchvision is not installed.
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-        try:
+        file = f"{self._source}/preprocessor_config.json"
+        with foreign_files.refuse_unreadable(file, "the settings of an image processor that works with Pillow"):
             found = AutoImageProcessor.from_pretrained(
                 self._source, backend="pil", trust_remote_code=self._trust, local_files_only=True
             )
-            found(images=[Image.new("RGB", (64, 64))])  # settings of a wrong type come to light here
-        except Exception as error:  # foreign settings raise anything
-            raise ValueError(
-                f"{self._source} has no image processor that works with Pillow ({' '.join(str(error).split())}); expected the "
-                "preprocessor_config.json that the target was published with"
-            ) from None
+        # Settings of a wrong type or size come to light here.
+        remedy = f"expected {file} as the target was published with"
+        call_limited(lambda: bool(found(images=[Image.new("RGB", (64, 64))])), "cutting an image into patches", remedy)
         if not hasattr(found, "merge_size"):
             raise ValueError(
                 f"{self._source}: {type(found).__name__} gives no grid of patches; images work for Qwen2-VL, Qwen2.5-VL "

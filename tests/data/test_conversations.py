@@ -86,7 +86,7 @@ def test_a_truncated_table_names_its_stage(tmp_path: Path, left: int) -> None:
     path = tmp_path / "train.parquet"
     conversations.write_table(path, pl.DataFrame(FIXED_ROWS, schema=FIXED_SCHEMA), FIXED_SCHEMA)
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(ValueError, match=r"train\.parquet is not readable Parquet .*; run: dvc repro -f -s fix_data$"):
+    with pytest.raises(ValueError, match=r"train\.parquet is not valid Parquet .*; run: dvc repro -f -s fix_data$"):
         conversations.read_table(path, FIXED_SCHEMA, "fix_data")
 
 

@@ -202,6 +202,13 @@ def test_an_incomplete_pin(tmp_path: Path, text: str, message: str) -> None:
 # --- traps -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_file_whose_name_is_no_text_is_named(tmp_path: Path) -> None:
+    """Bug: the stage ended in an error of a codec, which named no file."""
+    (tmp_path / "q\udcff.jsonl").write_bytes(LINES)
+    with pytest.raises(ValueError, match=r"\.jsonl: .* has a name that is no UTF-8"):
+        readers.list_files(tmp_path)
+
+
 def test_a_link_out_of_the_folder_is_refused_without_a_word_of_its_content(tmp_path: Path) -> None:
     """Bug: the lines of a private file became rows, and went to the cache, the remote and the target's server."""
     (tmp_path / "key").write_text("secret\n")

@@ -103,6 +103,13 @@ def test_a_batchs_output_is_joined_with_its_input(tmp_path: Path) -> None:
         read(outputs[0])
 
 
+def test_a_row_of_a_batch_that_is_nested_too_deep_stays_as_it_is() -> None:
+    """Bug: it ended in a traceback, since orjson reads deeper nesting than it writes."""
+    line = b'{"custom_id": "a", "body": ' + b"[" * 400 + b"]" * 400 + b"}"
+    assert request_logs.mark_answered([line], {"a": "out.jsonl"}) == [line]
+    assert request_logs.join_batch_output([line], {"a": {}}) == [line]
+
+
 def test_a_text_file_has_a_question_a_line_and_is_no_data_beside_data(tmp_path: Path) -> None:
     (tmp_path / "questions.txt").write_text("Name a river.\n\nName a lake.\n")
     (chunk,) = readers.read_all_chunks(tmp_path, {})

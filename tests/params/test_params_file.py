@@ -40,7 +40,7 @@ def test_a_key_given_twice_is_refused_with_its_line(key: str) -> None:
     edit_params_text((key, f"{key}\n{indent}{key}"))
     where = line_of(indent + key) + 1
     assert read_refusal().startswith(
-        f'params.yaml is not valid YAML: line {where}: found duplicate key "{key.split(":")[0]}"'
+        f'params.yaml is not valid YAML (line {where}: found duplicate key "{key.split(":")[0]}"'
     )
     assert "http" not in read_refusal() and "\n" not in read_refusal()
 

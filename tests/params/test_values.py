@@ -65,6 +65,12 @@ def test_a_draft_of_few_steps_is_held_to_a_threshold_that_it_can_reach(ttt_steps
     assert 1 < schema.load_params().check_overfit.choose_min_tau(ttt_steps) < ttt_steps + 1
 
 
+def test_a_checkpoint_with_the_name_of_a_key_that_is_no_section_is_named() -> None:
+    """Bug: it ended in a traceback."""
+    set_value(("train_draft", "checkpoints", "epochs"), 3)
+    assert any(line.startswith("train_draft.checkpoints.epochs: expected a section") for line in list_problems())
+
+
 @pytest.mark.parametrize("key_path", [("target", "model"), ("init_draft", "from")], ids=".".join)
 def test_an_id_is_no_flag_of_the_engine_that_gets_it(key_path: tuple[str, ...]) -> None:
     """Bug: a local target `--load-format=...` was a word of the engine's command line, and a flag there."""

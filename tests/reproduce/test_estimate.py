@@ -205,6 +205,29 @@ def test_without_a_recipe_rows_are_those_of_the_data_here(tmp_path: Path) -> Non
     assert data_size.apply_data(other)[1] > 90
 
 
+def test_a_broken_target_is_refused_by_name_and_a_broken_report_counts_nothing(tmp_path: Path) -> None:
+    """Bug: 18 of 100 mutants of a target's files and of what stages had written ended in a traceback."""
+    p, _ = shape_of("weather-tiny")
+    (tmp_path / "questions.txt").write_text("Why?\n")
+    fix = p.fix_data.model_copy(update={"raw": str(tmp_path / "questions.txt"), "answers": "text", "tables": None})
+    p = p.model_copy(update={"fix_data": fix})
+    whole = data_size.apply_data(p)
+    for name in ("artifacts/target/target.json", *(f"results/{x}_report.json" for x in ("fix", "sample", "hiddens"))):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        for text in ("[7]", '{"rows_out": "x", "model": 7}', '{"rows_out": 3, "tokens": [null], "files": 1}'):
+            Path(name).write_text(text)
+            assert data_size.apply_data(p) == whole
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    own = p.model_copy(update={"target": p.target.model_copy(update={"model": str(mine)})})
+    (mine / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
+    with pytest.raises(ValueError, match=r"mine/config\.json: "):
+        target_size.read_target_size(own)
+    (mine / "tokenizer.json").write_text('{"model": 7}')
+    with pytest.raises(ValueError, match=r"mine/tokenizer\.json: "):
+        data_size.apply_data(own)
+
+
 def test_times_on_a_cpu_are_those_of_this_machines_log() -> None:
     """Bug: on a CPU every time was a dash, though the log here had the rate of each stage."""
     p, _ = shape_of("weather-tiny")

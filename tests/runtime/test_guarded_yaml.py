@@ -21,10 +21,19 @@ def test_too_deep_nesting_is_one_line(tmp_path: Path, read: Callable[[Path], obj
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     with pytest.raises(
-        ValueError, match=r"theirs\.yaml is not valid YAML: line 1: expected at most 32 levels"
+        ValueError, match=r"theirs\.yaml is not valid YAML \(line 1: expected at most 32 levels"
     ) as error:
         read(path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_number_too_large_to_reckon_with_is_one_line(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    """Bug: a published number, and the sizes of a workload, ended in a traceback where they became a float."""
+    path = tmp_path / "theirs.yaml"
+    path.write_text(f"a: {'9' * 400}")
+    with pytest.raises(ValueError, match=r"theirs\.yaml .*line 1: expected at most 20 digits of a number"):
+        read(path)
 
 
 @pytest.mark.parametrize("content", [b"a: \xff", b"a: 2026-13-45", b"a: 1\na: 2", b"a: [http://gpu1:8000]"])

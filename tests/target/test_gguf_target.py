@@ -274,6 +274,14 @@ def test_what_would_make_another_model_is_refused_by_name(
     assert not (tmp_path / "made/model.safetensors").exists()
 
 
+@pytest.mark.parametrize("there", ["nowhere", "mine.gguf", "/dev/zero"])
+def test_a_link_to_no_file_is_named(there: str, tmp_path: Path) -> None:
+    """Bug: each of the three ended in a traceback."""
+    (tmp_path / "mine.gguf").symlink_to(there)
+    with pytest.raises(ValueError, match=r"mine\.gguf .*; get the file again"):
+        gguf_target.read_gguf_config(tmp_path / "mine.gguf")
+
+
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     """Bug: counts and lengths beyond the file took its reader's memory or hours, or ended in a traceback of NumPy."""
     write_gguf(tmp_path / "mine.gguf")
@@ -297,9 +305,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     broken["shapes"] += [whole[: at + 16] + b"\x63\0\0\0" + whole[at + 20 :]]  # a type that no version has
     for data in [data for kind in broken.values() for data in kind]:
         (tmp_path / "broken.gguf").write_bytes(data)
-        with pytest.raises(
-            ValueError, match=r"broken\.gguf: expected a whole GGUF file, found .*; get the file again$"
-        ):
+        with pytest.raises(ValueError, match=r"broken\.gguf is not valid GGUF \(.*\); get the file again$"):
             gguf_target.read_gguf_config(tmp_path / "broken.gguf")
 
 

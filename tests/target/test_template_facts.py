@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from stages.runtime import limited_call
 from stages.target import chat_template
 from tests.target.chat_templates import FAMILIES, tokenizer
 
@@ -120,21 +121,25 @@ def test_a_template_that_never_ends_or_raises_anything_is_refused(monkeypatch: p
 @pytest.mark.parametrize(
     ("text", "limit"),
     [
-        ("{% for i in range(99999) %}" * 4 + "{{ i }}" + "{% endfor %}" * 4, "1 seconds"),
-        ("{% set i = 9 ** (9 ** messages | length * 9 ** 8) %}", "1 seconds"),
-        ("{{ 9 ** (9 ** 9) }}", "1 seconds"),
-        ("{{ messages | tojson(indent=10 ** 9) }}", "512 MiB of memory"),
-        ("{% set ns = namespace(t='aa') %}{% for i in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}", "512 MiB"),
+        ("{% for i in range(99999) %}" * 4 + "{{ i }}" + "{% endfor %}" * 4, "has not ended in 1 seconds"),
+        ("{% set i = 9 ** (9 ** messages | length * 9 ** 8) %}", "has not ended in 1 seconds"),
+        ("{{ 9 ** (9 ** 9) }}", "has not ended in 1 seconds"),
+        ("{{ 'x' * 10 ** 7 }}", "it renders 10,000,"),
+        ("{{ messages | tojson(indent=10 ** 9) }}", "needs more than 512 MiB of memory"),
+        (
+            "{% set ns = namespace(t='aa') %}{% for i in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
+            "needs more than 512 MiB",
+        ),
     ],
 )
 def test_a_template_that_computes_without_end_or_fills_the_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, text: str, limit: str
 ) -> None:
-    """Bug: no limit held inside C (a power ran for 150 s), and none for memory (12 GiB by an indent)."""
+    """Bug: no limit held inside C (a power ran for 150 s), none for memory (12 GiB by an indent), none for the text."""
     if "seconds" in limit:
-        monkeypatch.setattr(chat_template, "PROBE_S", 1)
+        monkeypatch.setattr(limited_call, "LIMIT_S", 1)
     tok, _ = with_template(text + BETWEEN)
-    with pytest.raises(ValueError, match=f"has not rendered one question in {limit}"):
+    with pytest.raises(ValueError, match=f"by the target's chat template .*{limit}"):
         chat_template.probe_template(tok)
 
 
@@ -218,3 +223,8 @@ def test_a_template_with_a_fixed_date_renders_what_it_did_that_day(family: str) 
     assert ("04 Jul 2024" if family == "llama3.2" else "2024-07-04") in text
     dated = list(chat_template.list_dated_prompts(tok, today - datetime.timedelta(3), [ASK], None, None))
     assert len(dated) == 6 and f"{today:%d}" in tok.decode(dated[0])
+
+
+def test_a_template_too_deep_to_parse_is_told_by_rendering_it() -> None:
+    """Bug: a thousand brackets ended prepare_target in a traceback, where it looked for today's date."""
+    assert not chat_template.reads_date("{% if " + "(" * 3000 + "1" + ")" * 3000 + " %}{% endif %}")

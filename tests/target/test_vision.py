@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +174,20 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
             look([str(tmp_path / "bomb.png")])
 
 
+def test_settings_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
+    """Bug: a processor whose images have at least a billion pixels took 6 GiB and a minute of each stage, for one of 64 x 64."""
+    save("qwen3-vl", tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"min_pixels": 10**9}))
+    with pytest.raises(ValueError, match=r"patches needs more than 512 MiB of memory.*preprocessor_config\.json"):
+        vision.CachedImageProcessor(tmp_path, False).load_patches([picture(tmp_path / "a.png", 64, 64)])
+
+
 def test_targets_that_can_not_see_are_told(tmp_path: Path) -> None:
     save("qwen3-vl", tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     path = picture(tmp_path / "a.png", 64, 64)
-    with pytest.raises(ValueError, match=r"has no image processor .* expected the preprocessor_config\.json"):
+    with pytest.raises(ValueError, match=r"preprocessor_config\.json: expected the settings of an image processor"):
         vision.CachedImageProcessor(tmp_path, False).load_patches([path])
     Qwen3Config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no image_token_id, expected that of a multimodal target"):

@@ -217,7 +217,7 @@ def _check_unit(key_path: str, value: Value, unit: str, units: dict[str, UnitCon
 def load_table_file(path: Path) -> TableFile:
     """Return the schema in a file. Raises ValueError with one line for each mistake."""
     try:
-        content = guarded_yaml.read_yaml(path)
+        content = guarded_yaml.read_yaml(path, path.parent)
     except FileNotFoundError:
         others = sorted(file.as_posix() for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         raise ValueError(

@@ -49,7 +49,7 @@ MISTAKES = [
     ("a wrong fraction", "units: {a: {to: b, scale: x}}\nkeys: {a: {type: any}}", r"units\.a\.scale.*5/9"),
     ("nothing", "{}", "expected keys, or root"),
     ("a list", "[a]", "expected keys, as"),
-    ("broken YAML", "keys: {", "is not valid YAML: line"),
+    ("broken YAML", "keys: {", "is not valid YAML \\(line"),
 ]  # fmt: skip
 
 
