@@ -120,6 +120,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
             families,
             reports["sample_target"].get("warnings", ()),
             {name: replay_records.read_group_taus(name) for name in replayed},
+            trained,
         ),
     )
 

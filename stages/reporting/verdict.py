@@ -15,6 +15,7 @@ from stages.cells.cell import TORCH_ENGINE
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
 from stages.cells.replay_records import GroupTau, ReplayedTree, select_temperature
 from stages.cells.table import ResultRow
+from stages.cells.training_records import TrainingReport
 from stages.params.tree_shape import TreeShape, parse_shape
 from stages.params.units import list_first
 from stages.reporting.families import Families
@@ -167,6 +168,7 @@ def build_verdict(
     families: Families,
     sample_warnings: Sequence[str] = (),
     group_taus: Mapping[str, list[GroupTau]] | None = None,
+    trained: Mapping[str, TrainingReport] | None = None,
 ) -> Verdict:
     """Return the verdict. `sample_warnings` are those of sample_target, on what all results are of; `group_taus` by checkpoint.
 
@@ -191,7 +193,7 @@ def build_verdict(
             f"{len(groups) - MAX_LINES} more groups of loads are in results/benchmark.csv and results/launch.json"
         )
     parts = _judge_groups(lines[:1], replayable, replays, group_taus or {})
-    if texts and lines[0].kind != "launch" and (untrained := _describe_undertrained(replays)):
+    if texts and lines[0].kind != "launch" and (untrained := _describe_undertrained(replays, trained or {})):
         texts.insert(0, untrained)
     unsupported = dict.fromkeys(
         f"{row.tree or 'plain decoding'} on {row.engine}" for row in rows if not row.is_measured
@@ -459,7 +461,9 @@ def _warn_of_measured(rows: list[ResultRow]) -> list[str]:
     return found
 
 
-def _describe_undertrained(replays: Mapping[str, list[ReplayedTree]]) -> str | None:
+def _describe_undertrained(
+    replays: Mapping[str, list[ReplayedTree]], trained: Mapping[str, TrainingReport]
+) -> str | None:
     """Return that the best checkpoint's first drafts, of chains at temperature 0, are too seldom right; None if they are not."""
     known: dict[str, float] = {}
     for name, trees in replays.items():
@@ -468,7 +472,9 @@ def _describe_undertrained(replays: Mapping[str, list[ReplayedTree]]) -> str | N
     best = max(known, key=lambda name: known[name], default=None)
     if best is None or known[best] >= UNDERTRAINED:
         return None
-    return (
-        f"{best} is undertrained: {known[best]:.0%} of its first drafts are right, where drafts of use have 60 to 80%. Train "
-        "longer, or on more rows, before you judge speculation by it"
+    found = (
+        f"{best} is undertrained: {known[best]:.0%} of its first drafts are right, where drafts of use have 60 to 80%"
     )
+    if best in trained and trained[best].few_steps:
+        return f"{found}; {trained[best].few_steps}"
+    return f"{found}. Train longer, or on more rows, before you judge speculation by it"
