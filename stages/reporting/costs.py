@@ -44,6 +44,7 @@ def predict_and_compare(
     costs: list[TimingGrid],
     lines: list[TableLine],
     replays: Mapping[str, list[ReplayedTree]],
+    replayable: Collection[str],
     same_shapes: Callable[[str, str], bool],
     temperatures: Iterable[float],
     draft_sampling: DraftSampling,
@@ -52,8 +53,9 @@ def predict_and_compare(
 ) -> CostPrediction:
     """Return the predictions by every cost whose stage is not `doubted`, and how measured lines compare with them.
 
-    `same_shapes` compares the drafts of two checkpoints; `temperatures` and `draft_sampling` are those of the torch engine's
-    workloads (a served cost has its own); `describe_launch` as in prediction.choose_launches.
+    `replayable` are the workloads whose prompts were replayed; `same_shapes` compares the drafts of two checkpoints;
+    `temperatures` and `draft_sampling` are those of the torch engine's workloads (a served cost has its own); `describe_launch`
+    as in prediction.choose_launches.
     """
     by_load: dict[tuple[Any, ...], list[TimingGrid]] = {}
     for cost in (cost for cost in costs if cost.stage not in doubted):
@@ -86,7 +88,7 @@ def predict_and_compare(
         if reason.startswith(prediction_check.OTHER_MACHINE):
             cells = dict.fromkeys(f"{line.row.workload}, {line.row.checkpoint}" for line in members)
             remarks += [f"{cell}: {reason}; run one of the two again" for cell in cells]
-    known = table.overrule_predictions(rows, (line.row for line in lines))
+    known = table.overrule_predictions(rows, (line.row for line in lines), replayable)
     launch = prediction.choose_launches(known, describe_launch)
     return CostPrediction(costs, rows, known, launch, compared, remarks)
 

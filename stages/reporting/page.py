@@ -144,7 +144,7 @@ def _build_replays(
         "trees": len(shown_trees),
         "compared_trees": len(shared.get(best, ())),
         "families": found.families,
-        "by_family": families.build_families_page(found.replays, found.families, found.predicted.rows),
+        "by_family": families.build_families_page(found.replays, found.families, found.predicted.known),
         "heats": [trees.build_heatmap(shown_trees, budget) for budget in trees.choose_budgets(shown_trees)],
         "duel": duel,
         "held_out": curves,

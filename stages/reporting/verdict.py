@@ -12,7 +12,13 @@ from itertools import groupby
 from typing import Literal
 
 from stages.cells.cell import TORCH_ENGINE
-from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
+from stages.cells.prediction import (
+    LaunchAdvice,
+    PredictedSpeedup,
+    SpeedupConditions,
+    can_tell,
+    find_predicted_conditions,
+)
 from stages.cells.replay_records import GroupTau, ReplayedTree, select_temperature
 from stages.cells.table import ResultRow
 from stages.cells.training_records import TrainingReport
@@ -266,7 +272,7 @@ def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collec
     sets = {(conditions.engine, conditions.workload) for conditions in measured}
     sets |= {(engine, None) for engine, workload in sets if engine == TORCH_ENGINE and workload in replayable}
     for conditions, found in measured.items():
-        key = _find_predicted_conditions(conditions, replayable)
+        key = find_predicted_conditions(conditions, replayable)
         used.add(key)
         lines.append(judge_load(conditions, guesses.get(key), found))
     for conditions, guess in guesses.items():
@@ -304,12 +310,6 @@ def _name_set(conditions: SpeedupConditions, counts: Counter[tuple[str, str | No
     has_loads = counts[conditions.engine, conditions.workload] > 1
     load = f", {conditions.max_new_tokens} x {_format_limit(conditions, False)}" if has_loads else ""
     return f"{engine}{conditions.workload}{load}"
-
-
-def _find_predicted_conditions(conditions: SpeedupConditions, replayable: Collection[str]) -> SpeedupConditions:
-    """Return the conditions under which a measured load is predicted: the torch engine's predictions are of no workload."""
-    torch = SpeedupConditions(TORCH_ENGINE, None, None, conditions.temperature, conditions.concurrency)
-    return torch if conditions.engine == TORCH_ENGINE and conditions.workload in replayable else conditions
 
 
 def judge_load(
@@ -438,7 +438,7 @@ def _describe_torch_only(
     """Return the fastest tree that no engine is started with, where it is above every tree that is advised about at its load."""
     faster: list[SpeedupEvidence] = []
     for conditions, found in left_out.items():
-        guess = guesses.get(_find_predicted_conditions(conditions, replayable))
+        guess = guesses.get(find_predicted_conditions(conditions, replayable))
         rivals = [*judged.get(conditions, ()), *([guess] if guess else [])]
         faster += [tree for tree in found if all(rival.speedup < tree.speedup for rival in rivals)]
     if not faster:
