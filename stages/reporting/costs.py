@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -126,6 +127,13 @@ def describe_cost(row: TimingGrid | PredictedSpeedup) -> str:
     return f"{row.engine} engine{load}{f', temperature {drawn:g}' if drawn else ''}{measured}"
 
 
+def describe_needs(row: LaunchAdvice) -> str:
+    """Return what the flags need: a version of the engine, or a file that cells made for themselves; empty where nothing."""
+    files = [Path(word) for word in row.flags if word.endswith(".gguf")]
+    made = [f"the file: aerie export {row.checkpoint} --type {file.stem.rpartition('-')[2]}" for file in files]
+    return ", ".join([*([f"{row.engine} {row.min_version} or later"] if row.min_version else []), *made])
+
+
 # The terminal
 
 
@@ -144,8 +152,8 @@ def format_launch_table(launch: list[LaunchAdvice]) -> list[str]:
     heading, *lines = align_columns([LAUNCH_HEADINGS, *rows])
     shown = ["When to speculate, and how: predicted, but where the last column says measured", heading]
     for line, row in zip(lines, launch, strict=True):
-        needs = f"    # {row.engine} {row.min_version} or later" if row.min_version else ""
-        shown += [line, *([f"    {shlex.join(row.flags)}{needs}"] if row.flags else [])]
+        needs = describe_needs(row)
+        shown += [line, *([f"    {shlex.join(row.flags)}{f'    # {needs}' if needs else ''}"] if row.flags else [])]
     shown += [describe_limit(limit) for limit in prediction.find_limits(launch)]
     return shown
 

@@ -42,6 +42,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "advice": costs.format_advice,
         "command": shlex.join,
         "cost": costs.describe_cost,
+        "needs": costs.describe_needs,
         "decoding": tables.describe_decoding,
         "duration": format_duration,
         "energy": provenance.format_energy,
