@@ -123,7 +123,7 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     del progress  # the trainer has its own copy of the optimizer state
     few_steps = trainer.explain_few_steps(hidden_states.lengths, last_epoch)
     if few_steps and ranks.first:
-        print(f"{name}: {few_steps}", flush=True)
+        print(f"warning: {name}: {few_steps}", flush=True)  # `aerie run` shows it at once
     score = _open_held_out(scored, trainer, target_manifest, layer_indices)
     if hidden_states.online:
         compile_tokens = settings.batch_tokens if params.extract_hiddens.compile else None

@@ -141,7 +141,7 @@ def test_a_run_of_few_steps_says_so_before_it_trains(project: Path, capsys: pyte
     with chdir(project):
         edit_params(project, {"train_draft": {"batch_tokens": 16384}})
         train_draft.main("straight")
-    assert "straight: only 3 optimizer steps in all" in capsys.readouterr().out.split("->")[0]
+    assert "warning: straight: only 3 optimizer steps in all" in capsys.readouterr().out.split("->")[0]
     told = json.loads((project / "results/train/straight.json").read_text())["few_steps"]
     assert "lower train_draft.batch_tokens from 16384" in told
 
