@@ -3,7 +3,8 @@
 A cell is one server configuration under one workload. Without a checkpoint and a tree it is the baseline: the same server
 without a draft. A workload that is a sweep has a point for each answer length and concurrency, all measured on one server.
 The stage starts the server and stops it, or uses a running one (benchmark_served.server.base_urls). A configuration that the
-engine can't run gives a cell of status "unsupported"; a server that would measure something else stops the stage with an error.
+engine can't run gives a cell of status "unsupported", a draft of which no token is accepted one of status "skipped"; a server
+that would measure something else stops the stage with an error.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from stages.params import stage_inputs
 from stages.params.tree_shape import Load, parse_shape
 from stages.serving import gpu_memory
 from stages.serving.engine_flags import ServedDraft
+from stages.serving.load_checks import NothingAcceptedError
 from stages.serving.load_generator import LoadResult
 from stages.serving.measured_server import MeasuredServer
 from stages.serving.server import UnsupportedByServerError
@@ -48,17 +50,21 @@ def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> 
     work = server_setup.build_context(params, workload_name, draft_config)
     measured = server_setup.configure_server(work, checkpoint_name, tree, draft_config)
     baseline = MeasuredServer(cell.name_configuration(None, None))
-    reason = server_setup.explain_unsupported(work, measured, draft_config)
-    ended = None
+    reason, ended = server_setup.explain_unsupported(work, measured, draft_config), None
+    status = cell.UNSUPPORTED if reason else cell.RAN
     if not reason:
         server_setup.check_positions(work, measured, draft_config)
         try:
             ended = _measure_repeats(work, measured, baseline if tree and params.benchmark_served.interleave else None)
         except UnsupportedByServerError as error:
-            reason = error.reason
+            status, reason = cell.UNSUPPORTED, error.reason
+        except NothingAcceptedError as error:
+            status, reason = cell.SKIPPED, str(error)
+            measured.loads, baseline.loads = {}, {}
     took = {"seconds": round(time.perf_counter() - started, 2), "gpus": meter.names(), "joules": meter.joules()}
-    found = _build_cell(work, measured, baseline, reason, ended, gpus_before, took)
-    print(f"{found.name}: {f'{cell.UNSUPPORTED}: {reason}' if reason else cell.RAN} -> {found.write()}")
+    outcome = {"status": status, "reason": reason, **took}
+    found = _build_cell(work, measured, baseline, ended, gpus_before, outcome)
+    print(f"{found.name}: {f'{status}: {reason}' if reason else status} -> {found.write()}")
 
 
 # Measuring
@@ -126,10 +132,9 @@ def _build_cell(
     work: ServedCellContext,
     measured: MeasuredServer,
     baseline: MeasuredServer,
-    reason: str | None,
     ended: StoppingRecord | None,
     gpus_before: list[gpu_memory.GpuMemory],
-    took: dict[str, Any],
+    outcome: dict[str, Any],
 ) -> Cell:
     workload, engine = work.workload, work.params.benchmark_served.engine
     hardware = server_setup.describe_hardware(work, measured, gpus_before)
@@ -140,8 +145,6 @@ def _build_cell(
         tree=measured.tree_name,
         draft_sampling=name_draft_sampling(server_setup.samples_drafts(work, measured)),
         engine=engine,
-        status=cell.UNSUPPORTED if reason else cell.RAN,
-        reason=reason,
         fingerprint=server_setup.build_fingerprint(work, version, hardware),
         server=ServerDescription(
             command=[_shorten_path(word) for word in measured.command],
@@ -158,7 +161,7 @@ def _build_cell(
         hardware=hardware,
         versions={engine: version} if version else {},
         **workload.model_dump(include=cell.SAMPLING_KEYS),
-        **took,
+        **outcome,
     )
 
 

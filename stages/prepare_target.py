@@ -17,16 +17,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
-from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from stages.draft import named_mask_tokens, supported_targets
 from stages.params import checks, schema, target_files
-from stages.runtime import atomic, guarded_files, scratch
+from stages.runtime import atomic, scratch
 from stages.target import (
     chat_template,
     checkpoint_check,
-    config_facts,
     foreign_files,
     gguf_target,
     head_check,
@@ -91,7 +89,7 @@ def _describe_config(p: schema.Params, folder: Path, revision: str | None, trust
     config = foreign_files.read_config(folder, trust_remote_code)
     with foreign_files.refuse_unreadable(f"{folder}/config.json", "a config by which transformers builds its class"):
         supported_targets.check_target_config(p, config)
-        target = describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
+        target = supported_targets.describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
         return replace(target, weights=quantisation.describe_weights(config))
 
 
@@ -162,28 +160,6 @@ def _fetch_from_hub(model: str, revision: str | None) -> tuple[Path, str]:
             f"params.yaml: target.model {model} (revision {revision}) is neither a folder here nor to be had from "
             f"Hugging Face ({type(error).__name__}); check the spelling, the network, and HF_TOKEN for gated models"
         ) from None
-
-
-def describe_target(
-    model: str, revision: str | None, config: PretrainedConfig, folder: Path, layers: list[int] | None
-) -> TargetManifest:
-    """Return the manifest from the small files of `folder`; feature layers `layers`, or EAGLE-3's where that is None.
-
-    Raises ValueError as `supported_targets.resolve_feature_layers`.
-    """
-    shapes = config_facts.read_config_facts(config)
-    return TargetManifest(
-        model=model,
-        revision=revision,
-        modality="image" if hasattr(config, "vision_config") else "text",
-        config_digest=manifest.digest_files(folder, "config.json", "preprocessor_config.json", "processor_config.json"),
-        tokenizer_digest=manifest.digest_files(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
-        feature_layers=supported_targets.resolve_feature_layers(model, layers, shapes["num_layers"]),
-        eos_token_ids=_read_eos_token_ids(config, folder),
-        # Images need three-axis positions; a multimodal class of another kind is used for its text.
-        image_token_id=getattr(config, "image_token_id", None) if "mrope_section" in shapes["rope"] else None,
-        **shapes,
-    )
 
 
 def _load_tokenizer(p: schema.Params, target: TargetManifest, folder: Path) -> Any:
@@ -304,21 +280,6 @@ def _unite_end_tokens(target: TargetManifest, tokenizer: Any) -> list[int]:
     if added := [token for token in found if token not in target.eos_token_ids]:
         names = ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in added)
         print(f"end tokens by its tokenizer or chat template, beside {target.eos_token_ids} of its configs: {names}")
-    return list(found)
-
-
-def _read_eos_token_ids(config: PretrainedConfig, folder: Path) -> list[int]:
-    """Return the end tokens of the configs; generation_config.json lists more than config.json (Llama-3: three)."""
-    generation = folder / "generation_config.json"
-    named = [(generation, guarded_files.read_json(generation, foreign_files.REMEDY))] if generation.exists() else []
-    named += [(folder / "config.json", vars(part)) for part in (config, config.get_text_config())]
-    found: dict[int, None] = {}
-    for file, settings in named:
-        ids = settings.get("eos_token_id")
-        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if not all(type(token) is int for token in listed):
-            raise ValueError(f"{file}: eos_token_id is {str(ids)[:60]!r}, expected an id or a list of ids; correct it")
-        found.update(dict.fromkeys(listed))
     return list(found)
 
 

@@ -31,7 +31,7 @@ from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 from stages.telemetry.stage_log import StageRun, read_log
 
-REPLAY_TABLE = Path("results/replay.csv")
+REPLAY_TABLE, ANSWERS_FOLDER = Path("results/replay.csv"), Path("results/answers")
 
 # Stage -> the path of its own report in results/, and what it holds.
 STAGE_REPORTS: dict[str, tuple[str, type[stage_reports.StageReport]]] = {
@@ -71,7 +71,7 @@ def write_report(p: schema.Params) -> None:
     ReplayedTree.write_csv(REPLAY_TABLE, (tree for trees in replayed.values() for tree in trees))
     atomic.write_json(METRICS_FILE, metrics)
     angelslim_export.write_answer_files(
-        Path(p.report.output_dir),
+        ANSWERS_FOLDER,
         p.report.model_id or angelslim_export.make_model_id(p.target.model),
         angelslim_export.list_answer_sets(found.cells),
         p.report.analysis,
@@ -96,7 +96,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     lines = table.join_lines(cells, replayed, replayable)
     grids = _read_timing_grids(p)
     grid_remarks = timing_noise.find_grid_remarks(grids)
-    predicted = _predict_speedups(p, lines, replayed, grids, {remark.stage for remark in grid_remarks})
+    predicted = _predict_speedups(p, lines, replayed, replayable, grids, {remark.stage for remark in grid_remarks})
     reports = _read_stage_reports(p)
     return ReportInputs(
         cells=cells,
@@ -120,6 +120,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
             families,
             reports["sample_target"].get("warnings", ()),
             {name: replay_records.read_group_taus(name) for name in replayed},
+            trained,
         ),
     )
 
@@ -203,6 +204,7 @@ def _predict_speedups(
     p: schema.Params,
     lines: list[TableLine],
     replayed: dict[str, list[ReplayedTree]],
+    replayable: list[str],
     grids: list[timing_grid.TimingGrid],
     doubted: set[str],
 ) -> costs.CostPrediction:
@@ -224,7 +226,15 @@ def _predict_speedups(
     workloads = [p.benchmark.workloads[name] for name in p.benchmark.torch_workloads]
     temperatures = list(dict.fromkeys(float(workload.temperature) for workload in workloads)) or [0.0]
     return costs.predict_and_compare(
-        grids, lines, replayed, p.have_same_shapes, temperatures, p.benchmark.draft_sampling, describe_launch, doubted
+        grids,
+        lines,
+        replayed,
+        replayable,
+        p.have_same_shapes,
+        temperatures,
+        p.benchmark.draft_sampling,
+        describe_launch,
+        doubted,
     )
 
 

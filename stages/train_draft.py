@@ -121,6 +121,9 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     learned = draft.module, embedding, head, objective, compute_loss
     trainer = Trainer(*learned, settings, ranks, progress, segment.horizon_epochs, training.is_table)
     del progress  # the trainer has its own copy of the optimizer state
+    few_steps = trainer.explain_few_steps(hidden_states.lengths, last_epoch)
+    if few_steps and ranks.first:
+        print(f"warning: {name}: {few_steps}", flush=True)  # `aerie run` shows it at once
     score = _open_held_out(scored, trainer, target_manifest, layer_indices)
     if hidden_states.online:
         compile_tokens = settings.batch_tokens if params.extract_hiddens.compile else None
@@ -140,7 +143,7 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
         print(f"{name}: keeps epoch {progress.epoch}, the best on eval answers (train_draft.keep)")
     draft = replace(draft, config=training.complete_config(draft, weights, trainer, hidden_states))
     _write_checkpoint(folder, draft, trainer, weights, state)
-    _write_report(name, segment, folder, trainer.log)
+    _write_report(name, segment, folder, trainer.log, few_steps)
     scratch.remove_scratch(work)
     shutil.rmtree(best, ignore_errors=True)
     print(_describe_log(name, trainer))
@@ -248,13 +251,14 @@ def _write_checkpoint(
     checkpoint.write_state(folder, state, {"epoch": trainer.epoch, "step": trainer.step})
 
 
-def _write_report(name: str, segment: Segment, folder: Path, log: list[EpochLog]) -> None:
+def _write_report(name: str, segment: Segment, folder: Path, log: list[EpochLog], few_steps: str | None) -> None:
     report = {
         "checkpoint": name,
         "from": segment.from_,
         "epochs": [asdict(entry) for entry in log],
         "seconds": round(sum(entry.seconds for entry in log), 2),
         "weights": manifest.digest_files(folder / "draft", "*.safetensors"),
+        "few_steps": few_steps,
     }
     atomic.write_json(REPORTS_FOLDER / f"{name}.json", report)
 

@@ -8,9 +8,9 @@ import polars as pl
 import torch
 from transformers import AutoConfig
 
-from stages import init_draft, prepare_target
+from stages import init_draft
 from stages.data import conversations
-from stages.draft import checkpoint, eagle3_checkpoint
+from stages.draft import checkpoint, eagle3_checkpoint, supported_targets
 from stages.params import schema
 from stages.prompts import prompt_sets
 from stages.target import manifest
@@ -43,7 +43,7 @@ def make(project: Path) -> None:
     model.config.num_hidden_layers, model.config.layer_types = LAYERS, model.config.layer_types[:LAYERS]
     model.save_pretrained(project / "tiny")
     with chdir(project):
-        made = prepare_target.describe_target("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
+        made = supported_targets.describe_target("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
         Path("artifacts/target").mkdir(parents=True)
         manifest.write_manifest(Path("artifacts/target"), made)
         edit_params(project, {"init_draft": {"draft_vocab_size": None}})

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages import check_overfit, extract_hiddens, init_draft, prepare_target, train_draft
+from stages import check_overfit, extract_hiddens, init_draft, train_draft
 from stages.data import conversations
-from stages.draft import checkpoint, eagle3_checkpoint
+from stages.draft import checkpoint, eagle3_checkpoint, supported_targets
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import slot_pool
 from stages.engine.decode_state import PrefillOutput
@@ -54,7 +54,7 @@ def overfit_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         model = small_target(V, 1, eos_token_id=0)
         scatter(model, 0.5, 1)
         model.save_pretrained("tiny")
-        made = prepare_target.describe_target("tiny", None, model.config, Path("tiny"), [1, 2, 3])
+        made = supported_targets.describe_target("tiny", None, model.config, Path("tiny"), [1, 2, 3])
         manifest.write_manifest(manifest.TARGET_FOLDER, made)
         engine, draw = build_engine(model, [], made.feature_layers), torch.Generator().manual_seed(0)
         for split, count in {"train": 3, "eval": 1, "eval_t": 0}.items():

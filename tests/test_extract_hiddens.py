@@ -20,8 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from stages import extract_hiddens, prepare_target
+from stages import extract_hiddens
 from stages.data import conversations
+from stages.draft import supported_targets
 from stages.hidden_states import reader
 from stages.target import manifest
 from stages.telemetry import fork_server
@@ -44,7 +45,7 @@ def sampled_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=64, hidden_size=H, intermediate_size=48, num_hidden_layers=7, num_attention_heads=4, eos_token_id=1
     )
     LlamaForCausalLM(config).save_pretrained(project / "tiny")
-    described = prepare_target.describe_target(
+    described = supported_targets.describe_target(
         "tiny", None, AutoConfig.from_pretrained(project / "tiny"), project / "tiny", None
     )
     (project / "artifacts/target").mkdir(parents=True)

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from stages import check_overfit, extract_hiddens, init_draft, prepare_target, replay_trees, time_trees, train_draft
+from stages import check_overfit, extract_hiddens, init_draft, replay_trees, time_trees, train_draft
 from stages.data import conversations
-from stages.draft import eagle3_checkpoint
+from stages.draft import eagle3_checkpoint, supported_targets
 from stages.engine.decode import Engine
 from stages.hidden_states import format, reader
 from stages.params import checks, schema
@@ -83,7 +83,7 @@ def describe(project: Path, layers: list[int] | None) -> manifest.TargetManifest
     edit_params(project, {"target": {"feature_layers": layers}})
     config = AutoModelForCausalLM.from_pretrained(project / "tiny").config
     with chdir(project):
-        made = prepare_target.describe_target("tiny", None, config, Path("tiny"), layers)
+        made = supported_targets.describe_target("tiny", None, config, Path("tiny"), layers)
         manifest.write_manifest(manifest.TARGET_FOLDER, made)
     return made
 

@@ -24,13 +24,13 @@ from stages import (
     check_overfit,
     init_draft,
     prepare_prompts,
-    prepare_target,
     replay_trees,
     time_trees,
     train_draft,
 )
 from stages.cells.cell import Cell
 from stages.data import conversations
+from stages.draft import supported_targets
 from stages.hidden_states import reader
 from stages.params.schema import load_params
 from stages.target import loading, manifest
@@ -95,7 +95,9 @@ def sampled_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"shortest_edge": 64, "longest_edge": 64 * 64}
     Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=sizes).save_pretrained(project / "tiny")
     with chdir(project):
-        described = prepare_target.describe_target("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
+        described = supported_targets.describe_target(
+            "tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None
+        )
     for folder in ("artifacts/target", "data/sampled", "data/fixed/images", "results"):
         (project / folder).mkdir(parents=True)
     manifest.write_manifest(project / "artifacts/target", described)

@@ -15,11 +15,11 @@ import polars as pl
 import pytest
 import torch
 
-from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, prepare_target, replay_trees
+from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, replay_trees
 from stages.cells import replay_records
 from stages.cells.table import find_replayed_tau
 from stages.data import conversations
-from stages.draft import checkpoint, eagle3_checkpoint
+from stages.draft import checkpoint, eagle3_checkpoint, supported_targets
 from stages.engine.decode import Engine
 from stages.hidden_states import shard_plan
 from stages.measuring import torch_context
@@ -86,7 +86,7 @@ def make_target(seed: int, **options: Any) -> None:
     model = small_target(V, seed, eos_token_id=END, **options)
     model.save_pretrained("tiny")
     manifest.write_manifest(
-        Path("artifacts/target"), prepare_target.describe_target("tiny", None, model.config, Path("tiny"), [1, 2, 3])
+        Path("artifacts/target"), supported_targets.describe_target("tiny", None, model.config, Path("tiny"), [1, 2, 3])
     )
 
 

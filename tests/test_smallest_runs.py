@@ -3,12 +3,16 @@
 import importlib
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import dvc.stage.run
+import polars as pl
 import pytest
 
+from stages.cells import replay_records
 from stages.reporting.summary import PAGE_FILE
 from stages.telemetry.run_stage import split_stage_name
 from tests.conftest import EVAL, edit_params
@@ -70,24 +74,55 @@ def copied_run(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return project
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_smallest_runs_end_in_a_page(
-    name: str, small_run: Path, copied_run: Path, tmp_path_factory: pytest.TempPathFactory, torch_server: str
-) -> None:
-    """Bug: with one checkpoint the page's last template failed ('dict object' has no attribute 'taus'), so after hours of
-    work there was no page; and a run that replays nothing could not be written.
-    """
-    shutil.copy(small_run / "params.yaml", copied_run)
-    edit_params(copied_run, RUNS[name])
+@pytest.fixture
+def run_all(
+    small_run: Path, copied_run: Path, tmp_path_factory: pytest.TempPathFactory, torch_server: str
+) -> Iterator[Callable[[dict[str, Any]], list[str]]]:
+    """What brings every stage up to date with these sections of params.yaml, and returns the stages that ran."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path_factory.mktemp("site")))
         patch.setenv("PYTHONPATH", str(copied_run))
         patch.setenv(FORK_VARIABLE, torch_server)
         caller = StageCaller()
         patch.setattr(dvc.stage.run, "cmd_run", caller)
-        ran = caller.repro(copied_run)
-        assert "report" in ran
+
+        def run(sections: dict[str, Any]) -> list[str]:
+            shutil.copy(small_run / "params.yaml", copied_run)
+            edit_params(copied_run, sections)
+            return caller.repro(copied_run)
+
+        yield run
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_smallest_runs_end_in_a_page(name: str, copied_run: Path, run_all: Callable[..., list[str]]) -> None:
+    """Bug: with one checkpoint the page's last template failed ('dict object' has no attribute 'taus'), so after hours of
+    work there was no page; and a run that replays nothing could not be written.
+    """
+    assert "report" in run_all(RUNS[name])
     page = (copied_run / PAGE_FILE).read_text()
     assert "</html>" in page and RUNS[name]["benchmark"]["checkpoints"][0] in page
     verdict = json.loads((copied_run / "results/metrics.json").read_text())["verdict"]
     assert verdict["text"]
+
+
+def test_one_replay_has_tau_of_each_eval_file(copied_run: Path, run_all: Callable[..., list[str]]) -> None:
+    """Train on one file, and compare the draft on others, named by a file and a pattern, in one run."""
+    lines = (copied_run / "data/raw/weather_toon.jsonl").read_text().splitlines(keepends=True)
+    (copied_run / "data/own").mkdir()
+    for name, part in {"a": lines[:60], "b1": lines[60:80], "b2": lines[80:100], "c": lines[100:120]}.items():
+        (copied_run / f"data/own/{name}.jsonl").write_text("".join(part))
+    files = {"raw": "data/own", "eval_file": ["b*", "c.jsonl"]}
+    gate = {"min_tau": 1.0, "steps": 2}
+    few = {"train_rows": 8, "eval_rows": 6}
+    ran = run_all(build_run("e001", timed="e000", fix_data=files, sample_target=few, check_overfit=gate))
+    assert ran.count("replay_trees@e001") == 1
+    with chdir(copied_run):
+        groups = replay_records.read_group_taus("e001")
+    taus = {row.group: row for row in groups if row.by == "source"}
+    assert set(taus) == {"b1.jsonl", "b2.jsonl", "c.jsonl"}
+    assert {row.answers for row in taus.values()} == {2} and all(row.tau >= 1 for row in taus.values())
+    trained = pl.read_parquet(copied_run / "data/fixed/train.parquet", columns=["source"])["source"]
+    assert set(trained) == {"a.jsonl"}
+    page = (copied_run / PAGE_FILE).read_text()
+    assert all(name in page for name in taus)

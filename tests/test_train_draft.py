@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import chdir
 from pathlib import Path
 
 import polars as pl
@@ -133,6 +134,16 @@ def test_epochs_are_scored_on_eval_answers_which_teach_nothing(project: Path, sm
     shutil.rmtree(project / "data/hiddens/eval")
     assert all(epoch["held_out"] is None for epoch in finish(project)["epochs"])
     assert equals_undisturbed(project, small_run)
+
+
+def test_a_run_of_few_steps_says_so_before_it_trains(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: undertraining came to light in the report, after all cells."""
+    with chdir(project):
+        edit_params(project, {"train_draft": {"batch_tokens": 16384}})
+        train_draft.main("straight")
+    assert "warning: straight: only 3 optimizer steps in all" in capsys.readouterr().out.split("->")[0]
+    told = json.loads((project / "results/train/straight.json").read_text())["few_steps"]
+    assert "lower train_draft.batch_tokens from 16384" in told
 
 
 def test_the_best_epoch_is_kept_with_its_state(project: Path, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

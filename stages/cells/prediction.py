@@ -8,13 +8,14 @@ one of them is unknown, there is no interval.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from stages.cells import interval
+from stages.cells.cell import TORCH_ENGINE
 from stages.cells.cost_model import CostModel
 from stages.cells.record import GREEDY, DraftSampling, Record, TableRow
 from stages.cells.replay_records import ReplayedTree, select_temperature
@@ -54,6 +55,12 @@ class SpeedupConditions(NamedTuple):
     def workload_suffix(self) -> str:
         """Return what the loads of a sweep share, in words; empty where the torch engine answers prompt by prompt."""
         return f" ({self.engine}, {self.workload}, {self.max_new_tokens} tokens)" if self.max_new_tokens else ""
+
+
+def find_predicted_conditions(conditions: SpeedupConditions, replayable: Collection[str]) -> SpeedupConditions:
+    """Return the conditions under which a measured load is predicted: the torch engine's predictions are of no workload."""
+    torch = SpeedupConditions(TORCH_ENGINE, None, None, conditions.temperature, conditions.concurrency)
+    return torch if conditions.engine == TORCH_ENGINE and conditions.workload in replayable else conditions
 
 
 class PredictedSpeedup(TableRow):
@@ -216,7 +223,7 @@ def index_torch_predictions(
     return {
         (row.temperature, row.checkpoint, row.shape): row
         for row in predicted
-        if row.engine == "torch" and row.concurrency == 1
+        if row.engine == TORCH_ENGINE and row.concurrency == 1
     }
 
 
@@ -252,9 +259,15 @@ def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: Desc
     return found
 
 
-def _choose_launch(runnable: Iterable[tuple[PredictedSpeedup, EngineLaunch]]) -> LaunchAdvice:
-    """Return the preferred tree of one load; without flags where its speedup is not surely above 1."""
+def _choose_launch(runnable: list[tuple[PredictedSpeedup, EngineLaunch]]) -> LaunchAdvice:
+    """Return the preferred tree of one load; without flags where its speedup is not surely above 1.
+
+    As the verdict (reporting/verdict.py: judge_load), it takes no prediction of a checkpoint of which another tree was measured.
+    """
     best, launch = max(runnable, key=lambda pair: pair[0].preference)
+    measured = [pair for pair in runnable if pair[0].is_measured]
+    if not best.is_measured and any(row.checkpoint == best.checkpoint for row, _ in measured):
+        best, launch = max(measured, key=lambda pair: pair[0].preference)
     enable = best.is_faster
     launch = launch if enable else EngineLaunch([])
     return LaunchAdvice.model_validate(

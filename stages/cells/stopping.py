@@ -8,8 +8,6 @@ from typing import Literal
 from stages.cells import interval
 from stages.cells.cell import PooledSpeedup, StoppingRecord
 
-MIN_JUDGED_CYCLES = 100  # of a draft that has one in twenty accepted, 100 cycles without any are one load in 170
-
 
 @dataclass(frozen=True)
 class RepeatRule:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from stages.cells import interval
 from stages.cells.cell import PLAIN, RAN, SPECULATIVE, TORCH_ENGINE, UNSUPPORTED, Cell, LoadPoint, name_stage
-from stages.cells.prediction import OverruledPrediction, PredictedSpeedup, SpeedupConditions
+from stages.cells.prediction import OverruledPrediction, PredictedSpeedup, SpeedupConditions, find_predicted_conditions
 from stages.cells.record import Column, DraftSampling, TableRow
 from stages.cells.replay_records import ReplayedTree, select_sampled_alike
 from stages.params.tree_shape import Load, TreeShape, parse_shape
@@ -242,10 +242,15 @@ def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSp
     )
 
 
-def overrule_predictions(predicted: Iterable[PredictedSpeedup], rows: Iterable[ResultRow]) -> list[PredictedSpeedup]:
-    """Return the predictions with the measured speedup in place of the predicted one where a row has the same tree and load."""
+def overrule_predictions(
+    predicted: Iterable[PredictedSpeedup], rows: Iterable[ResultRow], replayable: Collection[str]
+) -> list[PredictedSpeedup]:
+    """Return the predictions with the measured speedup in place of the predicted one where a row has the same tree and load.
+
+    `replayable` are the workloads that the torch engine's predictions hold for.
+    """
     measured = {
-        (row.conditions, str(row.checkpoint), row.shape): row
+        (find_predicted_conditions(row.conditions, replayable), str(row.checkpoint), row.shape): row
         for row in rows
         if row.is_measured and not row.is_plain and row.speedup is not None and row.rate is None
     }

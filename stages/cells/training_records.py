@@ -42,6 +42,7 @@ class TrainingReport(DraftReport, extra="ignore"):
     from_: str = Field(alias="from")  # the checkpoint that it continues
     epochs: list[TrainingEpoch]
     seconds: float
+    few_steps: str | None = None  # that it took too few, and the key to change
 
 
 def read_import(checkpoint: str) -> ImportReport:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from stages.draft import rotary
 from stages.params import checks, schema, target_files
 from stages.params.section import PARAMS_FILE
+from stages.runtime import guarded_files
 from stages.target import (
     chat_template,
     config_facts,
@@ -22,6 +23,7 @@ from stages.target import (
     head_check,
     layer_state,
     loading,
+    manifest,
     quantisation,
 )
 from stages.target.manifest import TargetManifest
@@ -90,6 +92,43 @@ def resolve_feature_layers(model: str, layers: list[int] | None, num_layers: int
     layers = layers or feature_layers.default_eagle3_feature_layers(num_layers)
     checks.check_target_layers(model, layers, num_layers)
     return layers
+
+
+def describe_target(
+    model: str, revision: str | None, config: PretrainedConfig, folder: Path, layers: list[int] | None
+) -> TargetManifest:
+    """Return the manifest from the small files of `folder`; feature layers `layers`, or EAGLE-3's where that is None.
+
+    Raises ValueError as `resolve_feature_layers`.
+    """
+    shapes = config_facts.read_config_facts(config)
+    return TargetManifest(
+        model=model,
+        revision=revision,
+        modality="image" if hasattr(config, "vision_config") else "text",
+        config_digest=manifest.digest_files(folder, "config.json", "preprocessor_config.json", "processor_config.json"),
+        tokenizer_digest=manifest.digest_files(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
+        feature_layers=resolve_feature_layers(model, layers, shapes["num_layers"]),
+        eos_token_ids=_read_eos_token_ids(config, folder),
+        # Images need three-axis positions; a multimodal class of another kind is used for its text.
+        image_token_id=getattr(config, "image_token_id", None) if "mrope_section" in shapes["rope"] else None,
+        **shapes,
+    )
+
+
+def _read_eos_token_ids(config: PretrainedConfig, folder: Path) -> list[int]:
+    """Return the end tokens of the configs; generation_config.json lists more than config.json (Llama-3: three)."""
+    generation = folder / "generation_config.json"
+    named = [(generation, guarded_files.read_json(generation, foreign_files.REMEDY))] if generation.exists() else []
+    named += [(folder / "config.json", vars(part)) for part in (config, config.get_text_config())]
+    found: dict[int, None] = {}
+    for file, settings in named:
+        ids = settings.get("eos_token_id")
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(token) is int for token in listed):
+            raise ValueError(f"{file}: eos_token_id is {str(ids)[:60]!r}, expected an id or a list of ids; correct it")
+        found.update(dict.fromkeys(listed))
+    return list(found)
 
 
 def main(file: str, source: str) -> None:

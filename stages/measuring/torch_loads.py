@@ -13,7 +13,6 @@ from typing import cast
 import torch
 
 from stages.cells.cell import PLAIN, SPECULATIVE
-from stages.cells.stopping import MIN_JUDGED_CYCLES
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.measuring import torch_context
 from stages.measuring.torch_context import QuestionTurn, TorchCellContext
@@ -21,7 +20,7 @@ from stages.params.tree_shape import Load
 from stages.prompts import workload_prompts
 from stages.runtime import distributed
 from stages.serving.latency import RequestRecord
-from stages.serving.spec_counters import AcceptanceCounts
+from stages.serving.spec_counters import MIN_JUDGED_CYCLES, AcceptanceCounts
 
 KINDS_BY_MODE = {"both": (PLAIN, SPECULATIVE), "eagle": (SPECULATIVE,), "baseline": (PLAIN,)}
 

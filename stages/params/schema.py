@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
 from stages.params.cell_trees import LeftOutTree, check_cell_trees, list_left_out_trees
@@ -27,23 +27,13 @@ from stages.params.tree_shape import parse_shape
 from stages.runtime import guarded_yaml
 
 SectionT = TypeVar("SectionT", bound=Section)
-STAGE_FOLDERS = {"cells", "cost", "replay", "report", "reproduce", "train"}  # of results/
 
 
 class Report(Section):
     title: Text = "aerie"
-    # a folder in results/ for the answers of every cell, in the files of AngelSlim's spec_benchmark.py
-    output_dir: Annotated[str, Field(pattern=r"^results/[A-Za-z][A-Za-z0-9_-]{0,63}$")]
-    # begins the names of these files; null: the target's name
+    # begins the names of the files in results/answers, as AngelSlim's; null: the target's name
     model_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = None
     analysis: bool = True  # false: no summary beside them, as with its --no-metrics
-
-    @field_validator("output_dir")
-    @classmethod
-    def is_of_no_stage(cls, output_dir: str) -> str:
-        if output_dir.removeprefix("results/") in STAGE_FOLDERS:
-            raise ValueError(f"is {output_dir}, which stages write; name another folder in results/")
-        return output_dir
 
 
 class Params(Section):
@@ -62,7 +52,7 @@ class Params(Section):
     benchmark: Benchmark
     benchmark_served: BenchmarkServed
     serving_costs: ServingCosts
-    report: Report
+    report: Report = Field(default_factory=lambda: Report())
     schedule: Schedule = Field(default_factory=lambda: Schedule())
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -44,6 +45,7 @@ def predict_and_compare(
     costs: list[TimingGrid],
     lines: list[TableLine],
     replays: Mapping[str, list[ReplayedTree]],
+    replayable: Collection[str],
     same_shapes: Callable[[str, str], bool],
     temperatures: Iterable[float],
     draft_sampling: DraftSampling,
@@ -52,8 +54,9 @@ def predict_and_compare(
 ) -> CostPrediction:
     """Return the predictions by every cost whose stage is not `doubted`, and how measured lines compare with them.
 
-    `same_shapes` compares the drafts of two checkpoints; `temperatures` and `draft_sampling` are those of the torch engine's
-    workloads (a served cost has its own); `describe_launch` as in prediction.choose_launches.
+    `replayable` are the workloads whose prompts were replayed; `same_shapes` compares the drafts of two checkpoints;
+    `temperatures` and `draft_sampling` are those of the torch engine's workloads (a served cost has its own); `describe_launch`
+    as in prediction.choose_launches.
     """
     by_load: dict[tuple[Any, ...], list[TimingGrid]] = {}
     for cost in (cost for cost in costs if cost.stage not in doubted):
@@ -86,7 +89,7 @@ def predict_and_compare(
         if reason.startswith(prediction_check.OTHER_MACHINE):
             cells = dict.fromkeys(f"{line.row.workload}, {line.row.checkpoint}" for line in members)
             remarks += [f"{cell}: {reason}; run one of the two again" for cell in cells]
-    known = table.overrule_predictions(rows, (line.row for line in lines))
+    known = table.overrule_predictions(rows, (line.row for line in lines), replayable)
     launch = prediction.choose_launches(known, describe_launch)
     return CostPrediction(costs, rows, known, launch, compared, remarks)
 
@@ -124,6 +127,13 @@ def describe_cost(row: TimingGrid | PredictedSpeedup) -> str:
     return f"{row.engine} engine{load}{f', temperature {drawn:g}' if drawn else ''}{measured}"
 
 
+def describe_needs(row: LaunchAdvice) -> str:
+    """Return what the flags need: a version of the engine, or a file that cells made for themselves; empty where nothing."""
+    files = [Path(word) for word in row.flags if word.endswith(".gguf")]
+    made = [f"the file: aerie export {row.checkpoint} --type {file.stem.rpartition('-')[2]}" for file in files]
+    return ", ".join([*([f"{row.engine} {row.min_version} or later"] if row.min_version else []), *made])
+
+
 # The terminal
 
 
@@ -142,8 +152,8 @@ def format_launch_table(launch: list[LaunchAdvice]) -> list[str]:
     heading, *lines = align_columns([LAUNCH_HEADINGS, *rows])
     shown = ["When to speculate, and how: predicted, but where the last column says measured", heading]
     for line, row in zip(lines, launch, strict=True):
-        needs = f"    # {row.engine} {row.min_version} or later" if row.min_version else ""
-        shown += [line, *([f"    {shlex.join(row.flags)}{needs}"] if row.flags else [])]
+        needs = describe_needs(row)
+        shown += [line, *([f"    {shlex.join(row.flags)}{f'    # {needs}' if needs else ''}"] if row.flags else [])]
     shown += [describe_limit(limit) for limit in prediction.find_limits(launch)]
     return shown
 

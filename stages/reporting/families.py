@@ -1,4 +1,4 @@
-"""Families of drafts side by side: EAGLE-3 and block drafts by replayed tau and predicted speedup, and which engines run what.
+"""Families of drafts side by side: EAGLE-3 and block drafts by replayed tau and speedup, and which engines run what.
 
 SGLang and vLLM run the chain of a block draft's whole block; its other trees run in the torch engine only (docs/trees.md).
 """
@@ -20,13 +20,13 @@ Families = Mapping[str, DraftKind]  # by checkpoint
 
 @dataclass(frozen=True)
 class FamilyLine:
-    """A checkpoint's tree of one kind: that of the highest predicted speedup; without predictions that of the highest tau."""
+    """A checkpoint's tree of one kind: the preferred one by speedup; where none is known that of the highest tau."""
 
     checkpoint: str
     family: DraftKind
     kind: str  # "chain", "tree of at most 16 tokens"
     tree: ReplayedTree
-    predicted: PredictedSpeedup | None  # by the torch engine's costs, one prompt at a time
+    known: PredictedSpeedup | None  # of the torch engine, one prompt at a time: measured, else by its costs
 
     @property
     def engines(self) -> str:
@@ -52,12 +52,15 @@ def select_shared_trees(replays: Mapping[str, list[ReplayedTree]]) -> dict[str, 
 
 
 def build_families_page(
-    replays: Mapping[str, list[ReplayedTree]], families: Families, predicted: Iterable[PredictedSpeedup]
+    replays: Mapping[str, list[ReplayedTree]], families: Families, known: Iterable[PredictedSpeedup]
 ) -> FamiliesPage | None:
-    """Return the page's part; None where all replayed checkpoints are of EAGLE-3. `replays` are of temperature 0."""
+    """Return the page's part; None where all replayed checkpoints are of EAGLE-3. `replays` are of temperature 0.
+
+    `known` are predictions, with measured speedups in the place of those of the same tree and load.
+    """
     if all(families[name].family is EAGLE3 for name in replays):
         return None
-    guesses = index_torch_predictions(predicted)
+    guesses = index_torch_predictions(known)
     lines = []
     budgets = choose_budgets([tree for trees in replays.values() for tree in trees])
     for name, trees in replays.items():
@@ -81,7 +84,7 @@ def _choose_line(
 ) -> FamilyLine:
     """Return the line of the fastest tree. EAGLE-3's depth is free, so that its tree of highest tau is seldom the fastest."""
     lines = [FamilyLine(name, family, kind, tree, guesses.get((tree.temperature, name, tree.shape))) for tree in trees]
-    return max(lines, key=lambda line: (line.predicted.speedup if line.predicted else 0.0, line.tree.tau))
+    return max(lines, key=lambda line: (line.known.preference if line.known else (), line.tree.tau))
 
 
 def draw_fronts(axes: Any, replays: Mapping[str, list[ReplayedTree]], families: Families) -> list[PlotPoint]:

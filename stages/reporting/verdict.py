@@ -12,9 +12,16 @@ from itertools import groupby
 from typing import Literal
 
 from stages.cells.cell import TORCH_ENGINE
-from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
+from stages.cells.prediction import (
+    LaunchAdvice,
+    PredictedSpeedup,
+    SpeedupConditions,
+    can_tell,
+    find_predicted_conditions,
+)
 from stages.cells.replay_records import GroupTau, ReplayedTree, select_temperature
 from stages.cells.table import ResultRow
+from stages.cells.training_records import TrainingReport
 from stages.params.tree_shape import TreeShape, parse_shape
 from stages.params.units import list_first
 from stages.reporting.families import Families
@@ -167,6 +174,7 @@ def build_verdict(
     families: Families,
     sample_warnings: Sequence[str] = (),
     group_taus: Mapping[str, list[GroupTau]] | None = None,
+    trained: Mapping[str, TrainingReport] | None = None,
 ) -> Verdict:
     """Return the verdict. `sample_warnings` are those of sample_target, on what all results are of; `group_taus` by checkpoint.
 
@@ -191,7 +199,7 @@ def build_verdict(
             f"{len(groups) - MAX_LINES} more groups of loads are in results/benchmark.csv and results/launch.json"
         )
     parts = _judge_groups(lines[:1], replayable, replays, group_taus or {})
-    if texts and lines[0].kind != "launch" and (untrained := _describe_undertrained(replays)):
+    if texts and lines[0].kind != "launch" and (untrained := _describe_undertrained(replays, trained or {})):
         texts.insert(0, untrained)
     unsupported = dict.fromkeys(
         f"{row.tree or 'plain decoding'} on {row.engine}" for row in rows if not row.is_measured
@@ -264,7 +272,7 @@ def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collec
     sets = {(conditions.engine, conditions.workload) for conditions in measured}
     sets |= {(engine, None) for engine, workload in sets if engine == TORCH_ENGINE and workload in replayable}
     for conditions, found in measured.items():
-        key = _find_predicted_conditions(conditions, replayable)
+        key = find_predicted_conditions(conditions, replayable)
         used.add(key)
         lines.append(judge_load(conditions, guesses.get(key), found))
     for conditions, guess in guesses.items():
@@ -302,12 +310,6 @@ def _name_set(conditions: SpeedupConditions, counts: Counter[tuple[str, str | No
     has_loads = counts[conditions.engine, conditions.workload] > 1
     load = f", {conditions.max_new_tokens} x {_format_limit(conditions, False)}" if has_loads else ""
     return f"{engine}{conditions.workload}{load}"
-
-
-def _find_predicted_conditions(conditions: SpeedupConditions, replayable: Collection[str]) -> SpeedupConditions:
-    """Return the conditions under which a measured load is predicted: the torch engine's predictions are of no workload."""
-    torch = SpeedupConditions(TORCH_ENGINE, None, None, conditions.temperature, conditions.concurrency)
-    return torch if conditions.engine == TORCH_ENGINE and conditions.workload in replayable else conditions
 
 
 def judge_load(
@@ -436,7 +438,7 @@ def _describe_torch_only(
     """Return the fastest tree that no engine is started with, where it is above every tree that is advised about at its load."""
     faster: list[SpeedupEvidence] = []
     for conditions, found in left_out.items():
-        guess = guesses.get(_find_predicted_conditions(conditions, replayable))
+        guess = guesses.get(find_predicted_conditions(conditions, replayable))
         rivals = [*judged.get(conditions, ()), *([guess] if guess else [])]
         faster += [tree for tree in found if all(rival.speedup < tree.speedup for rival in rivals)]
     if not faster:
@@ -459,7 +461,9 @@ def _warn_of_measured(rows: list[ResultRow]) -> list[str]:
     return found
 
 
-def _describe_undertrained(replays: Mapping[str, list[ReplayedTree]]) -> str | None:
+def _describe_undertrained(
+    replays: Mapping[str, list[ReplayedTree]], trained: Mapping[str, TrainingReport]
+) -> str | None:
     """Return that the best checkpoint's first drafts, of chains at temperature 0, are too seldom right; None if they are not."""
     known: dict[str, float] = {}
     for name, trees in replays.items():
@@ -468,7 +472,9 @@ def _describe_undertrained(replays: Mapping[str, list[ReplayedTree]]) -> str | N
     best = max(known, key=lambda name: known[name], default=None)
     if best is None or known[best] >= UNDERTRAINED:
         return None
-    return (
-        f"{best} is undertrained: {known[best]:.0%} of its first drafts are right, where drafts of use have 60 to 80%. Train "
-        "longer, or on more rows, before you judge speculation by it"
+    found = (
+        f"{best} is undertrained: {known[best]:.0%} of its first drafts are right, where drafts of use have 60 to 80%"
     )
+    if best in trained and trained[best].few_steps:
+        return f"{found}; {trained[best].few_steps}"
+    return f"{found}. Train longer, or on more rows, before you judge speculation by it"

@@ -8,7 +8,6 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from stages import prepare_target
 from stages.draft import supported_targets
 from stages.params import schema, target_files
 from stages.params.recipe import RECIPES_FOLDER
@@ -43,7 +42,7 @@ def read_target_size(p: schema.Params) -> TargetSize:
         config, source = _find_config(p.target.model, p.target.revision)
         if p.target.model.endswith(target_files.GGUF_SUFFIX):
             supported_targets.check_target_config(p, config)
-        manifest = prepare_target.describe_target(
+        manifest = supported_targets.describe_target(
             p.target.model, p.target.revision, config, TARGETS_FOLDER, p.target.feature_layers
         )
         return TargetSize(manifest, source, *_count_parameters(config))

@@ -2,9 +2,13 @@
 
 from typing import Any
 
-from stages.cells.stopping import MIN_JUDGED_CYCLES
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
+from stages.serving.spec_counters import MIN_JUDGED_CYCLES
+
+
+class NothingAcceptedError(ValueError):
+    """A server drafts, and no draft token is accepted."""
 
 
 def sum_counts(loads: list[LoadResult]) -> tuple[int, int]:
@@ -25,15 +29,19 @@ def check_answered(load_name: str, load: LoadResult) -> None:
 def check_drafts_accepted(
     server_name: str, draft: ServedDraft | None, loads: list[LoadResult], server_info: dict[str, Any], num_prompts: int
 ) -> None:
-    """Raises ValueError if a draft is served and no draft token was accepted: no trained draft is that bad."""
+    """Raise NothingAcceptedError for a draft of which no token is accepted, ValueError where the settings are why."""
     if draft is None:
         return
     cycles, accepted = sum_counts(loads)
     if cycles >= MIN_JUDGED_CYCLES and accepted == 0 and draft.family.segment:
-        raise ValueError(
-            f"{server_name}: tau is exactly 1.00, no draft was accepted in {cycles} cycles, expected that of results/replay: "
-            f"benchmark_served.server.algorithm is {draft.algorithm} (EAGLE leaves out an EAGLE-3 draft's fusion; expected "
-            "EAGLE3), or the draft is another target's, or the engine passes over its tensors or the target's head"
+        found = f"{server_name}: no draft was accepted in {cycles} cycles, so tau is 1.00"
+        if draft.algorithm == "EAGLE":
+            raise ValueError(
+                f"{found}: benchmark_served.server.algorithm is EAGLE, which leaves out the fusion; set EAGLE3"
+            )
+        raise NothingAcceptedError(
+            f"{found}; where results/replay has more, the draft is another target's, or the engine passes over its "
+            "tensors or the target's head"
         )
     if not cycles and not any(load.counting_errors for load in loads):
         tokens = sum(r.output_tokens for load in loads for r in load.records)

@@ -11,6 +11,8 @@ vLLM counts alike (0.33, v1/core/sched/scheduler.py:2350).
 
 from typing import Any, NamedTuple
 
+MIN_JUDGED_CYCLES = 100  # of a draft that has one in twenty accepted, 100 cycles without any are one load in 170
+
 
 class AcceptanceCounts(NamedTuple):
     """Counts of a request, or of a load; tau is (accepted + cycles) / cycles."""

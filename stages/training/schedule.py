@@ -4,11 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.params.draft_sections import TrainDraft
+from stages.params.draft_sections import FEWEST_BATCH_TOKENS, TrainDraft
 from stages.training.optimizer import OptimizerSettings
 from stages.training.packs import plan_epoch
 
 WARMUP_STEPS = 10
+FEWEST_STEPS = 50  # of fewer a draft learns next to nothing (docs/training.md)
+MOST_EPOCHS = 20  # that are advised in place of more rows
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,36 @@ def plan_schedule(lengths: list[int], settings: TrainDraft, horizon_epochs: int 
             f"{len(lengths)} rows; lower it, or set null"
         )
     return LearningRateSchedule(settings.schedule, warmup, total)
+
+
+def explain_few_steps(
+    lengths: list[int], settings: TrainDraft, warmup_steps: int, step: int, epochs: range
+) -> str | None:
+    """Return that a training at `step` has too few steps by the end of `epochs`, and the key to change; None if it has enough.
+
+    The report repeats it where the draft accepts little.
+    """
+    assert settings.batch_tokens is not None, "fill_batch_tokens comes first"
+    tokens, pack, least = sum(lengths), settings.batch_tokens, max(FEWEST_STEPS, warmup_steps + 1)
+    if step + len(epochs) * tokens // (pack * settings.packs_per_step) >= least:  # full packs: the fewest steps
+        return None
+    if (steps := step + sum(len(plan_epoch(lengths, settings, epoch)) for epoch in epochs)) >= least:
+        return None
+    within = f", all within the warm-up of {warmup_steps}" if steps <= warmup_steps else ""
+    found = f"only {steps} optimizer step{'s' * (steps != 1)} in all{within}, where {least} or more train a draft"
+    if steps >= FEWEST_STEPS:
+        return f"{found}: lower train_draft.warmup_steps, or set null"
+    if settings.packs_per_step > 1:
+        return f"{found}: set train_draft.packs_per_step to 1"
+    smallest = max(FEWEST_BATCH_TOKENS, 2 ** math.ceil(math.log2(max(lengths))))  # as TrainDraft.choose_batch_tokens
+    wanted = 2 ** int(math.log2(len(epochs) * tokens / (least - step)))
+    if smallest <= wanted < pack:
+        return f"{found}: lower train_draft.batch_tokens from {pack} to {wanted}"
+    more, smaller = math.ceil((least - step) * smallest / tokens), min(smallest, pack)
+    lower = f" and lower train_draft.batch_tokens from {pack} to {smaller}" * (smaller < pack)
+    if more <= MOST_EPOCHS:
+        return f"{found}: raise `epochs` of its checkpoint from {len(epochs)} to {more}{lower}"
+    return f"{found}: train on more rows than these {len(lengths)}{lower}"
 
 
 def fill_batch_tokens(settings: TrainDraft, lengths: list[int]) -> TrainDraft:

@@ -147,6 +147,7 @@ PARTS = [
     {"index": 0, "id": "a", "function": {"name": "f", "arguments": ""}}, {"index": 0, "function": {"arguments": '{"x": '}},
     {"index": 0, "function": {"arguments": "1}"}},
 ]  # fmt: skip
+AZURE = [{"choices": [], "prompt_filter_results": []}, *HELLO[:3], {"choices": [], "usage": {"total_tokens": 3}}]
 ANTHROPIC = [
     {"type": "message_start", "message": {"id": "m"}},
     {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hello"}},
@@ -163,6 +164,7 @@ FAILED = {"error": {"message": "overloaded"}}
         ("event: message_start\n" + send(*ANTHROPIC), "Hello"),
         (send({"type": "response.output_text.delta", "delta": "Hello"}), "Hello"),
         ([{"message": {"content": text}, "done": text == "lo"} for text in ("Hel", "lo")], "Hello"),
+        (send(*AZURE), "Hello"), (AZURE, "Hello"),
         ("data: of 1999", "data: of 1999"), ('{"a": 1}\n{"b": 2}', '{"a": 1}\n{"b": 2}'),
         (None, None), (FAILED, None), (json.dumps(FAILED), None), (send(FAILED), None), (send(*HELLO, FAILED), None),
         ({"object": "error", "message": "x", "code": 400}, None), ({"detail": "x"}, None), ([], None), ("", None),

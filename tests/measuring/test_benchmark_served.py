@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from stages import benchmark_served, prepare_prompts
 from stages.cells.cell import Cell, locate_cell
@@ -212,10 +213,29 @@ def test_what_a_server_ends_with_since_its_engine_cannot_run_it_is_such_a_cell(
     assert (found["status"], found["reason"]) == ("unsupported", "it keeps no hidden states of this target")
 
 
+@pytest.mark.parametrize("interleave", [False, True])
+def test_a_draft_that_accepts_nothing_is_a_skipped_cell(interleave: bool, project: Path) -> None:
+    """Bug: the stage ended in an error, and with it the run; cells of the torch engine are skipped."""
+    weights = project / "drafts/e003/draft/model.safetensors"
+    kept = weights.read_bytes()
+    tensors = load_file(weights)
+    save_file(
+        {name: -t if "lm_head" in name else t for name, t in tensors.items()}, weights
+    )  # its last choice is its first
+    edit_params(project, {"benchmark_served": {"interleave": interleave}})
+    try:
+        benchmark_served.main("eval", "e003", "t5_1_6")
+    finally:
+        weights.write_bytes(kept)
+    found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
+    assert found.status == "skipped" and "no draft was accepted in" in str(found.reason)
+    assert not found.points and not found.baseline_points
+
+
 @pytest.mark.parametrize(
     ("changes", "workload", "message"),
     [
-        ({"algorithm": "EAGLE"}, {}, r"tau is exactly 1\.00, no draft was accepted in \d+ cycles.*algorithm is EAGLE.*EAGLE3"),
+        ({"algorithm": "EAGLE"}, {}, r"no draft was accepted in \d+ cycles.*algorithm is EAGLE.*EAGLE3"),
         ({"launch_args": ["--cuda-graph-max-bs-decode", "2"]}, {"concurrency": 4}, "at most 2 requests in its CUDA graphs, exp"),
         ({"launch_args": ["--max-running-requests", "2"]}, {"concurrency": 4}, "at most 2 requests in one batch, expected 4"),
         ({"launch_args": ["--context-length", "64"]}, {}, r"context length is 64 tokens, expected at least \d+"),

@@ -219,11 +219,6 @@ BAD_VALUES = [
         "fix_data.tables: is ../weather.yaml, expected a YAML file",
     ),
     (
-        "output_dir: results/answers",
-        "output_dir: results/cells",
-        "report.output_dir: is results/cells, which stages write",
-    ),
-    (
         "e009: {from: e003, epochs: 6}",
         "e009: e003",
         "train_draft.checkpoints.e009: expected a section with from, epochs",

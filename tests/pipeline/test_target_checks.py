@@ -22,6 +22,7 @@ from transformers import (
 
 from pipeline import commands, doctor, dvc_graph, target_checks
 from stages import prepare_target
+from stages.draft import supported_targets
 from stages.params import schema
 from stages.target import manifest
 from tests.conftest import EAGLE3, ROOT, edit_params
@@ -39,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ROOT / "data/raw", tmp_path / "data/raw")
     shutil.copytree(ROOT / "data/targets/weather-tiny", manifest.TARGET_FOLDER)
     config = AutoConfig.from_pretrained(manifest.TARGET_FOLDER)
-    made = prepare_target.describe_target("builtin/weather-tiny", None, config, manifest.TARGET_FOLDER, None)
+    made = supported_targets.describe_target("builtin/weather-tiny", None, config, manifest.TARGET_FOLDER, None)
     manifest.write_manifest(manifest.TARGET_FOLDER, made)
     return tmp_path
 

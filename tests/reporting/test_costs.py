@@ -167,7 +167,9 @@ CONFIGS: dict[str, Row] = {
 
 @pytest.mark.parametrize("engine", prediction.LAUNCHABLE_ENGINES)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_advised_command_is_the_measured_one(project: schema.Params, family: str, engine: str) -> None:
+def test_the_advised_command_is_the_measured_one(
+    project: schema.Params, family: str, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Bug: advice took every draft for EAGLE-3, so a block draft with a window was advised a flag that no cell was run with;
     of llama.cpp the report ended in a traceback (target.dtype is not declared).
     """
@@ -194,6 +196,11 @@ def test_the_advised_command_is_the_measured_one(project: schema.Params, family:
 
     assert leave_path_out(advised.flags) == leave_path_out(measured.speculation_flags)
     assert "DRAFT" in " ".join(leave_path_out(advised.flags))
+    # Cells make a file of llama.cpp's for themselves; the advice names the user's, and what writes it.
+    made = [
+        f"aerie export {name} --type f32" in text for text in (capsys.readouterr().out, report.PAGE_FILE.read_text())
+    ]
+    assert made == [engine == "llama.cpp"] * 2
 
 
 def test_a_measured_speedup_goes_before_a_predicted_one_of_the_same_tree_and_load(

@@ -19,7 +19,7 @@ def test_a_tree_that_a_draft_can_not_grow_is_named_with_the_reason(made_up: sche
     assert [row["status"] for row in _lines(ResultRow.TABLE)].count("unsupported") == 1
     for made in (report.TABLE_FILE, report.PAGE_FILE):
         assert f"unsupported: {reason}" in made.read_text()
-    assert not [each for each in Path(made_up.report.output_dir).iterdir() if "eval-e003-t8_1_9" in each.name]
+    assert not [each for each in report.ANSWERS_FOLDER.iterdir() if "eval-e003-t8_1_9" in each.name]
 
 
 def test_cells_and_replays_that_params_do_not_list_are_ignored(made_up: schema.Params) -> None:

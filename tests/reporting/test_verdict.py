@@ -9,6 +9,7 @@ from stages.cells.cell import Cell
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup
 from stages.cells.replay_records import GroupTau, ReplayedTree
 from stages.cells.table import ResultRow
+from stages.cells.training_records import TrainingReport
 from stages.params.families import DSPARK, LOOKAHEAD, MEDUSA, NGRAM, DraftFamily, DraftKind
 from stages.reporting import verdict
 from stages.reporting.families import Families
@@ -49,12 +50,13 @@ def give(
     families: Families | None = None,
     replays: dict[str, list[ReplayedTree]] | None = None,
     groups: dict[str, list[GroupTau]] | None = None,
+    trained: dict[str, TrainingReport] | None = None,
 ) -> Verdict:
     rows = predicted or []
     launch = [advise(row) for row in rows if row.engine != "torch"] if launch is None else launch
     measured = [line.row for line in table.join_lines(cells or [], {}, [])]
     given = launch, rows, [*measured, *(served or [])], remarks or []
-    return verdict.build_verdict(*given, ["eval"], replays or {}, families or {}, (), groups)
+    return verdict.build_verdict(*given, ["eval"], replays or {}, families or {}, (), groups, trained)
 
 
 def replayed_chain(first: float) -> ReplayedTree:
@@ -272,6 +274,16 @@ def test_an_undertrained_draft_is_called_so_before_speculation_is_called_useless
     found = give(cells=lost, replays={"e009": [row], "e003": [replayed_chain(0.1)]})
     assert found.headline.startswith("e009 is undertrained: 17% of its first drafts are right")
     assert found.details[0].startswith("Do not speculate")
+    values = {
+        "weights": "x",
+        "from": "e000",
+        "epochs": [],
+        "seconds": 1.0,
+        "few_steps": "only 2 optimizer steps in all",
+    }
+    trained = {"e009": TrainingReport.model_validate(values)}
+    found = give(cells=lost, replays={"e009": [row]}, trained=trained)
+    assert found.headline.endswith("only 2 optimizer steps in all")
     assert give(cells=lost, replays={"e009": [replayed_chain(0.62)]}).headline.startswith("Do not speculate")
     fast = [timed_cell("t3_1_4", 1.7, 1.6, 1.8)]
     assert give(cells=fast, replays={"e009": [row]}).headline.startswith("Launch")

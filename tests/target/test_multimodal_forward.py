@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 
-from stages import prepare_target
+from stages.draft import supported_targets
 from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures
 from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import format
@@ -97,7 +97,7 @@ def test_pictures_that_are_not_the_documents_own_are_refused_by_name(tmp_path: P
 
 
 def described(folder: Path) -> Any:
-    return prepare_target.describe_target(str(folder), None, AutoConfig.from_pretrained(folder), folder, None)
+    return supported_targets.describe_target(str(folder), None, AutoConfig.from_pretrained(folder), folder, None)
 
 
 @every_class

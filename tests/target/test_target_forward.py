@@ -10,7 +10,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, PreTrainedModel
 
-from stages import prepare_target
+from stages.draft import supported_targets
 from stages.target import config_facts, feature_layers, hooks, loading, manifest, packed_forward
 
 H, V, LAYERS = 32, 96, 7
@@ -191,7 +191,7 @@ def test_blocks_are_compiled_once_for_all_lengths(tmp_path: Path, name: str, mon
 
 
 def manifest_of(folder: Path) -> manifest.TargetManifest:
-    return prepare_target.describe_target(str(folder), None, AutoConfig.from_pretrained(folder), folder, None)
+    return supported_targets.describe_target(str(folder), None, AutoConfig.from_pretrained(folder), folder, None)
 
 
 @every_class

@@ -1,5 +1,6 @@
 """Schedules are transformers' after the warm-up, and depend on the longest chain, not on the segment; packs follow the rows."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 from stages.params.draft_sections import TrainDraft
 from stages.training.packs import plan_epoch
-from stages.training.schedule import LearningRateSchedule, fill_batch_tokens, plan_schedule
+from stages.training.schedule import LearningRateSchedule, explain_few_steps, fill_batch_tokens, plan_schedule
 
 LENGTHS = [(37 * n) % 90 + 5 for n in range(200)]
 
@@ -74,3 +75,28 @@ def test_tokens_of_a_pack_follow_the_rows(lengths: list[int], packs_per_step: in
     found = settings(batch_tokens=None, packs_per_step=packs_per_step)
     assert fill_batch_tokens(found, lengths).batch_tokens == tokens
     assert fill_batch_tokens(settings(), lengths).batch_tokens == 400
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "epochs", "advice"),
+    [
+        (99, {"batch_tokens": 16384}, 2, "only 4 optimizer steps .*warm-up of 10.* lower .*batch_tokens from 16384 to 1024$"),
+        (99, {"batch_tokens": 16384}, 9, "lower train_draft.batch_tokens from 16384 to 4096"),
+        (99, {"packs_per_step": 80}, 9, "set train_draft.packs_per_step to 1"),
+        (9, {"batch_tokens": 512}, 2, "raise `epochs` of its checkpoint from 2 to 10"),
+        (2, {"batch_tokens": 512}, 9, "train on more rows than these 2"),
+        (99, {"batch_tokens": 512, "warmup_steps": 400, "schedule": "constant"}, 2, "lower train_draft.warmup_steps"),
+        (99, {"batch_tokens": 512}, 1, None),
+    ],
+)  # fmt: skip
+def test_too_few_steps_are_told_with_the_key_to_change(
+    rows: int, changes: dict[str, Any], epochs: int, advice: str | None
+) -> None:
+    """Bug: 99 rows in one pack an epoch took two steps, and nobody said so before 16 minutes of cells at tau 1.000."""
+    lengths, found = [300] * rows, settings(**changes)
+    told = explain_few_steps(lengths, found, found.warmup_steps or 10, 0, range(epochs))
+    assert told is None if advice is None else re.search(advice, str(told))
+    # What it advises is enough.
+    if match := re.search("batch_tokens from .* to ([0-9]+)$", told or ""):
+        fewer = found.model_copy(update={"batch_tokens": int(match[1])})
+        assert explain_few_steps(lengths, fewer, 10, 0, range(epochs)) is None
