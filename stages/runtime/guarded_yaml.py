@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEv
 from stages.runtime import guarded_files
 
 MOST_LEVELS = 32  # params.yaml has four, a published table six
+INTEGER = re.compile(r"[+-]?(\d[\d_]*|0[xo][\da-fA-F_]+)")
 MOST_DIGITS = 20  # products of longer ones are too large for a float
 MOST_VALUES = 10**6  # with what aliases repeat; nine aliases of ten each are a billion
 
@@ -55,7 +57,7 @@ def _check_sizes(text: str) -> None:
             anchor, size = None, sizes.get(str(anchor), MOST_VALUES)
         elif not isinstance(event, ScalarEvent):
             continue
-        elif not event.style and event.value.isdigit():
+        elif not event.style and INTEGER.fullmatch(event.value):
             _check_limit(event, "digits of a number", len(event.value), MOST_DIGITS)
         if anchor:
             sizes[anchor] = size

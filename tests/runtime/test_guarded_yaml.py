@@ -27,11 +27,14 @@ def test_too_deep_nesting_is_one_line(tmp_path: Path, read: Callable[[Path], obj
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("prefix", ["", "-", "0x"])
 @pytest.mark.parametrize("read", READERS)
-def test_a_number_too_large_to_reckon_with_is_one_line(tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_a_number_too_large_to_reckon_with_is_one_line(
+    tmp_path: Path, read: Callable[[Path], object], prefix: str
+) -> None:
     """Bug: a published number, and the sizes of a workload, ended in a traceback where they became a float."""
     path = tmp_path / "theirs.yaml"
-    path.write_text(f"a: {'9' * 400}")
+    path.write_text(f"a: {prefix}{'9' * 400}")
     with pytest.raises(ValueError, match=r"theirs\.yaml .*line 1: expected at most 20 digits of a number"):
         read(path)
 
