@@ -181,7 +181,7 @@ def compute_block_loss(
             objective,
             drafts_per_chunk,
             draft.config.selector_top_k,
-        ),  # fmt: skip
+        ),
         draft.config.confidence_head_with_markov,
         draft.select_drafting_slots(hidden)[anchor_and_slot],
         embedded,
