@@ -40,7 +40,8 @@ def _is_ours(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return isinstance(error, ValueError) and str(trace and trace.tb_frame.f_globals["__name__"]).startswith("stages.")
+    module = trace and trace.tb_frame.f_globals.get("__spec__")  # its __name__ is __main__ under `python -m`
+    return isinstance(error, ValueError) and getattr(module, "name", "").startswith("stages.")
 
 
 def read_config(folder: Path | str, trust_remote_code: bool) -> PretrainedConfig:
