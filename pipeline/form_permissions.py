@@ -32,26 +32,12 @@ REFUSED = {
 }
 # Free text that names, or may name, a file or folder, or becomes part of a command line.
 PATHS = (
-    MODEL,
-    REVISION,
-    "target.chat_template",
-    "fix_data.raw",
-    "fix_data.eval_file",
-    "fix_data.tables",
-    "sample_target.server.model",
-    "extract_hiddens.import",
-    "init_draft.draft_config_path",
-    "init_draft.from",
-    "init_draft.revision",
-    "import_draft.checkpoints.*.model",
-    "import_draft.checkpoints.*.revision",
-    "prepare_prompts.sets.*.from",
-    "prepare_prompts.sets.*.name",
-    "prepare_prompts.sets.*.split",
-    "prepare_prompts.sets.*.revision",
-    "benchmark_served.server.algorithm",
-    "benchmark_served.server.model",
-)
+    MODEL, REVISION, "target.chat_template", "fix_data.raw", "fix_data.eval_file", "fix_data.tables",
+    "sample_target.server.model", "extract_hiddens.import", "init_draft.draft_config_path", "init_draft.from",
+    "init_draft.revision", "import_draft.checkpoints.*.model", "import_draft.checkpoints.*.revision",
+    "prepare_prompts.sets.*.from", "prepare_prompts.sets.*.name", "prepare_prompts.sets.*.split",
+    "prepare_prompts.sets.*.revision", "benchmark_served.server.algorithm", "benchmark_served.server.model",
+)  # fmt: skip
 INSIDE = "a path inside the project: relative, without '..' and hidden folders"
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 

@@ -61,8 +61,8 @@ def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> 
         except NothingAcceptedError as error:
             status, reason = cell.SKIPPED, str(error)
             measured.loads, baseline.loads = {}, {}
-    took = {"seconds": round(time.perf_counter() - started, 2), "gpus": meter.names(), "joules": meter.joules()}
-    outcome = {"status": status, "reason": reason, **took}
+    seconds = round(time.perf_counter() - started, 2)
+    outcome = {"status": status, "reason": reason, "seconds": seconds, "gpus": meter.names(), "joules": meter.joules()}
     found = _build_cell(work, measured, baseline, ended, gpus_before, outcome)
     print(f"{found.name}: {f'{status}: {reason}' if reason else status} -> {found.write()}")
 

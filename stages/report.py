@@ -223,18 +223,13 @@ def _predict_speedups(
         flags = engine_flags.build_speculation_flags(engine, draft, config)
         return EngineLaunch(flags, engine_flags.find_first_version(engine, config))
 
-    workloads = [p.benchmark.workloads[name] for name in p.benchmark.torch_workloads]
+    workloads, drafts = (
+        [p.benchmark.workloads[name] for name in p.benchmark.torch_workloads],
+        p.benchmark.draft_sampling,
+    )
     temperatures = list(dict.fromkeys(float(workload.temperature) for workload in workloads)) or [0.0]
     return costs.predict_and_compare(
-        grids,
-        lines,
-        replayed,
-        replayable,
-        p.have_same_shapes,
-        temperatures,
-        p.benchmark.draft_sampling,
-        describe_launch,
-        doubted,
+        grids, lines, replayed, replayable, p.have_same_shapes, temperatures, drafts, describe_launch, doubted
     )
 
 

@@ -42,7 +42,7 @@ from stages.telemetry import unfinished
 from stages.telemetry.run_stage import run_stage
 from stages.training import trackers
 from stages.training.packs import OnlinePacks
-from stages.training.schedule import fill_batch_tokens
+from stages.training.schedule import explain_few_steps, fill_batch_tokens, plan_schedule
 from stages.training.trainer import EpochLog, HeldOutScores, Trainer, TrainingProgress
 
 SAMPLED, REPORTS_FOLDER = Path("data/sampled/train"), Path("results/train")
@@ -121,7 +121,9 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     learned = draft.module, embedding, head, objective, compute_loss
     trainer = Trainer(*learned, settings, ranks, progress, segment.horizon_epochs, training.is_table)
     del progress  # the trainer has its own copy of the optimizer state
-    few_steps = trainer.explain_few_steps(hidden_states.lengths, last_epoch)
+    trainer.schedule = plan_schedule(hidden_states.lengths, settings, segment.horizon_epochs)
+    warmup, epochs = trainer.schedule.warmup_steps, range(trainer.epoch, last_epoch)
+    few_steps = explain_few_steps(hidden_states.lengths, settings, warmup, trainer.step, epochs)
     if few_steps and ranks.first:
         print(f"warning: {name}: {few_steps}", flush=True)  # `aerie run` shows it at once
     score = _open_held_out(scored, trainer, target_manifest, layer_indices)

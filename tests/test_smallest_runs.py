@@ -77,7 +77,7 @@ def copied_run(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture
 def run_all(
     small_run: Path, copied_run: Path, tmp_path_factory: pytest.TempPathFactory, torch_server: str
-) -> Iterator[Callable[[dict[str, Any]], list[str]]]:
+) -> Iterator[Callable[[dict[str, Any]], set[str]]]:
     """What brings every stage up to date with these sections of params.yaml, and returns the stages that ran."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path_factory.mktemp("site")))
@@ -86,7 +86,7 @@ def run_all(
         caller = StageCaller()
         patch.setattr(dvc.stage.run, "cmd_run", caller)
 
-        def run(sections: dict[str, Any]) -> list[str]:
+        def run(sections: dict[str, Any]) -> set[str]:
             shutil.copy(small_run / "params.yaml", copied_run)
             edit_params(copied_run, sections)
             return caller.repro(copied_run)
@@ -95,7 +95,7 @@ def run_all(
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_smallest_runs_end_in_a_page(name: str, copied_run: Path, run_all: Callable[..., list[str]]) -> None:
+def test_the_smallest_runs_end_in_a_page(name: str, copied_run: Path, run_all: Callable[..., set[str]]) -> None:
     """Bug: with one checkpoint the page's last template failed ('dict object' has no attribute 'taus'), so after hours of
     work there was no page; and a run that replays nothing could not be written.
     """
@@ -106,7 +106,7 @@ def test_the_smallest_runs_end_in_a_page(name: str, copied_run: Path, run_all: C
     assert verdict["text"]
 
 
-def test_one_replay_has_tau_of_each_eval_file(copied_run: Path, run_all: Callable[..., list[str]]) -> None:
+def test_one_replay_has_tau_of_each_eval_file(copied_run: Path, run_all: Callable[..., set[str]]) -> None:
     """Train on one file, and compare the draft on others, named by a file and a pattern, in one run."""
     lines = (copied_run / "data/raw/weather_toon.jsonl").read_text().splitlines(keepends=True)
     (copied_run / "data/own").mkdir()
@@ -116,7 +116,7 @@ def test_one_replay_has_tau_of_each_eval_file(copied_run: Path, run_all: Callabl
     gate = {"min_tau": 1.0, "steps": 2}
     few = {"train_rows": 8, "eval_rows": 6}
     ran = run_all(build_run("e001", timed="e000", fix_data=files, sample_target=few, check_overfit=gate))
-    assert ran.count("replay_trees@e001") == 1
+    assert "replay_trees@e001" in ran
     with chdir(copied_run):
         groups = replay_records.read_group_taus("e001")
     taus = {row.group: row for row in groups if row.by == "source"}

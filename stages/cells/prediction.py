@@ -56,11 +56,10 @@ class SpeedupConditions(NamedTuple):
         """Return what the loads of a sweep share, in words; empty where the torch engine answers prompt by prompt."""
         return f" ({self.engine}, {self.workload}, {self.max_new_tokens} tokens)" if self.max_new_tokens else ""
 
-
-def find_predicted_conditions(conditions: SpeedupConditions, replayable: Collection[str]) -> SpeedupConditions:
-    """Return the conditions under which a measured load is predicted: the torch engine's predictions are of no workload."""
-    torch = SpeedupConditions(TORCH_ENGINE, None, None, conditions.temperature, conditions.concurrency)
-    return torch if conditions.engine == TORCH_ENGINE and conditions.workload in replayable else conditions
+    def find_predicted(self, replayable: Collection[str]) -> "SpeedupConditions":
+        """Return the conditions under which a measured load is predicted: the torch engine's predictions are of no workload."""
+        is_torch = self.engine == TORCH_ENGINE and self.workload in replayable
+        return self._replace(workload=None, max_new_tokens=None) if is_torch else self
 
 
 class PredictedSpeedup(TableRow):

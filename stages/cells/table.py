@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from stages.cells import interval
 from stages.cells.cell import PLAIN, RAN, SPECULATIVE, TORCH_ENGINE, UNSUPPORTED, Cell, LoadPoint, name_stage
-from stages.cells.prediction import OverruledPrediction, PredictedSpeedup, SpeedupConditions, find_predicted_conditions
+from stages.cells.prediction import OverruledPrediction, PredictedSpeedup, SpeedupConditions
 from stages.cells.record import Column, DraftSampling, TableRow
 from stages.cells.replay_records import ReplayedTree, select_sampled_alike
 from stages.params.tree_shape import Load, TreeShape, parse_shape
@@ -250,7 +250,7 @@ def overrule_predictions(
     `replayable` are the workloads that the torch engine's predictions hold for.
     """
     measured = {
-        (find_predicted_conditions(row.conditions, replayable), str(row.checkpoint), row.shape): row
+        (row.conditions.find_predicted(replayable), str(row.checkpoint), row.shape): row
         for row in rows
         if row.is_measured and not row.is_plain and row.speedup is not None and row.rate is None
     }

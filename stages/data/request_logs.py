@@ -139,11 +139,13 @@ def _list_chunks(value: Any) -> list[dict[str, Any]] | None:
         return None
     texts = [one.strip().removeprefix("data:").strip() if isinstance(one, str) else one for one in value]
     chunks = [parse_json(text) for text in texts if text not in ("", "[DONE]")]
-    # Beside deltas a stream has errors, events, and chunks of no choice: of Azure's filters first, of the usage last.
-    others = {"error", "type", "usage"}
-    are_chunks = all(
-        isinstance(one, dict) and (others & one.keys() or one.get("choices") == [] or _is_chunk(one)) for one in chunks
-    )
+    others = {
+        "error",
+        "type",
+        "usage",
+        "prompt_filter_results",
+    }  # of events without a choice: an error, Azure's filters
+    are_chunks = all(isinstance(one, dict) and (others & one.keys() or _is_chunk(one)) for one in chunks)
     is_one = any(map(_is_chunk, chunks)) if are_chunks else False
     has_marks = isinstance(value[0], str) and value[0].startswith("data:")
     return chunks if are_chunks and (is_one or has_marks) else None

@@ -44,18 +44,9 @@ def add_rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None 
     out, summed = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     block = triton.next_power_of_2(h)
     _add_rms_norm_kernel[(m,)](
-        x,
-        x if residual is None else residual,
-        weight,
-        summed,
-        out,
-        eps,
-        h,
-        block,
-        residual is not None,
-        num_warps=8,
+        x, x if residual is None else residual, weight, summed, out, eps, h, block, residual is not None, num_warps=8,
         **LAUNCH_OPTIONS,
-    )
+    )  # fmt: skip
     return summed, out
 
 
@@ -249,19 +240,9 @@ def mix_inputs(
     m, h = len(tokens), states.shape[1]
     out, picked = states.new_empty(m, 2 * h), states.new_empty(m, h)
     _mix_inputs_kernel[m, 2](
-        embedding,
-        tokens,
-        states,
-        parents,
-        *weights,
-        out,
-        picked,
-        eps,
-        h,
-        triton.next_power_of_2(h),
-        num_warps=8,
+        embedding, tokens, states, parents, *weights, out, picked, eps, h, triton.next_power_of_2(h), num_warps=8,
         **LAUNCH_OPTIONS,
-    )
+    )  # fmt: skip
     return out, picked
 
 

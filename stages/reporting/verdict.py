@@ -12,13 +12,7 @@ from itertools import groupby
 from typing import Literal
 
 from stages.cells.cell import TORCH_ENGINE
-from stages.cells.prediction import (
-    LaunchAdvice,
-    PredictedSpeedup,
-    SpeedupConditions,
-    can_tell,
-    find_predicted_conditions,
-)
+from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
 from stages.cells.replay_records import GroupTau, ReplayedTree, select_temperature
 from stages.cells.table import ResultRow
 from stages.cells.training_records import TrainingReport
@@ -272,7 +266,7 @@ def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collec
     sets = {(conditions.engine, conditions.workload) for conditions in measured}
     sets |= {(engine, None) for engine, workload in sets if engine == TORCH_ENGINE and workload in replayable}
     for conditions, found in measured.items():
-        key = find_predicted_conditions(conditions, replayable)
+        key = conditions.find_predicted(replayable)
         used.add(key)
         lines.append(judge_load(conditions, guesses.get(key), found))
     for conditions, guess in guesses.items():
@@ -438,7 +432,7 @@ def _describe_torch_only(
     """Return the fastest tree that no engine is started with, where it is above every tree that is advised about at its load."""
     faster: list[SpeedupEvidence] = []
     for conditions, found in left_out.items():
-        guess = guesses.get(find_predicted_conditions(conditions, replayable))
+        guess = guesses.get(conditions.find_predicted(replayable))
         rivals = [*judged.get(conditions, ()), *([guess] if guess else [])]
         faster += [tree for tree in found if all(rival.speedup < tree.speedup for rival in rivals)]
     if not faster:
@@ -472,9 +466,7 @@ def _describe_undertrained(
     best = max(known, key=lambda name: known[name], default=None)
     if best is None or known[best] >= UNDERTRAINED:
         return None
-    found = (
-        f"{best} is undertrained: {known[best]:.0%} of its first drafts are right, where drafts of use have 60 to 80%"
-    )
-    if best in trained and trained[best].few_steps:
-        return f"{found}; {trained[best].few_steps}"
-    return f"{found}. Train longer, or on more rows, before you judge speculation by it"
+    told = trained[best].few_steps if best in trained else None
+    advice = told or "train longer, or on more rows, before you judge speculation by it"
+    right = f"{known[best]:.0%} of its first drafts are right, where drafts of use have 60 to 80%"
+    return f"{best} is undertrained: {right}; {advice}"

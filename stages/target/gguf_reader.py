@@ -21,19 +21,7 @@ from torch import Tensor
 from stages.runtime import guarded_files
 
 VERSIONS = (2, 3)
-NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}  # by type of value
+NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # by type of value
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS, MAX_COUNT = 4, 2**24  # the largest vocabularies have a million merges
 LEAST_SHARE = 0.01  # of the weights, for a type to be named: norms are F32 in every file

@@ -46,12 +46,8 @@ YARN_KEYS = {
 EXPERT_KEYS = {"expert_used_count": "num_experts_per_tok"}
 QWEN_EXPERTS = {**EXPERT_KEYS, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
 NEEDED = (
-    "context_length",
-    "embedding_length",
-    "block_count",
-    "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
-)
+    "context_length", "embedding_length", "block_count", "attention.head_count", "attention.layer_norm_rms_epsilon",
+)  # fmt: skip
 NO_CHANGE = {"tensor_data_layout"}
 
 OUTER = {"model.embed_tokens": ("token_embd",), "model.norm": ("output_norm",), "lm_head": ("output",)}

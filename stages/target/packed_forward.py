@@ -154,17 +154,9 @@ def _attend_documents(
     ):
         heads_last = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, heads, D] each
         out = torch.ops.aten._flash_attention_forward(
-            *heads_last,
-            cu_seq_lens_q,
-            cu_seq_lens_q,
-            max_length_q,
-            max_length_q,
-            0.0,
-            True,
-            False,
-            scale=scaling,
+            *heads_last, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, 0.0, True, False, scale=scaling,
             window_size_left=None if sliding_window is None else sliding_window - 1,
-        )[0]
+        )[0]  # fmt: skip
         return out[None], None
     return _attend_per_document(query, key, value, scaling, sliding_window, cu_seq_lens_q)[None], None
 

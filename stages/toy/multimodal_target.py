@@ -76,16 +76,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedMode
     torch.manual_seed(seed)
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     vision = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "patch_size": weather_maps.TILE_PIXELS // 2,
-        "spatial_merge_size": 2,
-        "out_hidden_size": 128,
-        "num_position_embeddings": 64,
+        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "spatial_merge_size": 2,
+        "patch_size": weather_maps.TILE_PIXELS // 2, "out_hidden_size": 128, "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
-    }
+    }  # fmt: skip
     special_tokens = {"image": IMAGE_PAD, "video": VIDEO_PAD, "vision_start": VISION_START, "vision_end": VISION_END}
     config = Qwen3VLConfig(
         text_config=text_targets.build_decoder_config(tokenizer) | {"rope_parameters": rope},

@@ -96,19 +96,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, name: str = TARGE
 def build_decoder_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Return the config keys that the decoders of all embedded targets share."""
     return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 7,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
+        "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 7,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048,
+        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-    }
+    }  # fmt: skip
 
 
 def render_conversations(

@@ -45,17 +45,9 @@ def compute_chunked_loss(
     normed = output_head.normalise(torch.cat(list(states)))  # [S, H]
     state_weights = torch.cat([w.expand(count) for w, count in zip(weights, pack.queries_per_step, strict=True)])  # [S]
     total, losses, matches = _ChunkedLoss.apply(
-        normed,
-        output_head.weight,
-        state_weights,
-        pack,
-        head,
-        output_head.d2t,
-        output_head.t2d,
-        loss,
-        logits_scale,
+        normed, output_head.weight, state_weights, pack, head, output_head.d2t, output_head.t2d, loss, logits_scale,
         reach_floor,
-    )
+    )  # fmt: skip
     loss_per_step = torch.stack([x.sum() for x in losses.split(pack.queries_per_step)])
     num_queries = len(pack.query_tokens)
     padded = [nn.functional.pad(x, (0, num_queries - len(x))) for x in matches.split(pack.queries_per_step)]

@@ -58,9 +58,10 @@ def explain_few_steps(
     """
     assert settings.batch_tokens is not None, "fill_batch_tokens comes first"
     tokens, pack, least = sum(lengths), settings.batch_tokens, max(FEWEST_STEPS, warmup_steps + 1)
-    if step + len(epochs) * tokens // (pack * settings.packs_per_step) >= least:  # full packs: the fewest steps
-        return None
-    if (steps := step + sum(len(plan_epoch(lengths, settings, epoch)) for epoch in epochs)) >= least:
+    steps = step + len(epochs) * tokens // (pack * settings.packs_per_step)  # of full packs: the fewest
+    if steps < least:
+        steps = step + sum(len(plan_epoch(lengths, settings, epoch)) for epoch in epochs)
+    if steps >= least:
         return None
     within = f", all within the warm-up of {warmup_steps}" if steps <= warmup_steps else ""
     found = f"only {steps} optimizer step{'s' * (steps != 1)} in all{within}, where {least} or more train a draft"
@@ -72,11 +73,9 @@ def explain_few_steps(
     wanted = 2 ** int(math.log2(len(epochs) * tokens / (least - step)))
     if smallest <= wanted < pack:
         return f"{found}: lower train_draft.batch_tokens from {pack} to {wanted}"
-    more, smaller = math.ceil((least - step) * smallest / tokens), min(smallest, pack)
-    lower = f" and lower train_draft.batch_tokens from {pack} to {smaller}" * (smaller < pack)
-    if more <= MOST_EPOCHS:
-        return f"{found}: raise `epochs` of its checkpoint from {len(epochs)} to {more}{lower}"
-    return f"{found}: train on more rows than these {len(lengths)}{lower}"
+    if (more := math.ceil((least - step) * pack / tokens)) <= MOST_EPOCHS:
+        return f"{found}: raise `epochs` of its checkpoint from {len(epochs)} to {more}"
+    return f"{found}: train on more rows than these {len(lengths)}, and set train_draft.batch_tokens to null"
 
 
 def fill_batch_tokens(settings: TrainDraft, lengths: list[int]) -> TrainDraft:

@@ -20,7 +20,7 @@ from stages.training import trackers
 from stages.training.optimizer import MasterWeightOptimizer, gather_full_tensor
 from stages.training.packed_rows import LossOutput, PackObjective, SupervisedPack
 from stages.training.packs import LoadedStep, OnlinePacks, PackLoader, plan_epoch
-from stages.training.schedule import LearningRateSchedule, choose_optimizer, explain_few_steps, plan_schedule
+from stages.training.schedule import LearningRateSchedule, choose_optimizer, plan_schedule
 
 LOG_STEPS = 50  # reading the loss waits for the device
 
@@ -146,18 +146,9 @@ class Trainer:
         self.draft.to(self.dtype)
         return exact
 
-    def explain_few_steps(self, lengths: list[int], last_epoch: int) -> str | None:
-        """Return that training on these rows up to `last_epoch` has too few steps, and the key to change (schedule.py)."""
-        warmup, epochs = self._plan_schedule(lengths).warmup_steps, range(self.epoch, last_epoch)
-        return explain_few_steps(lengths, self.settings, warmup, self.step, epochs)
-
-    def _plan_schedule(self, lengths: list[int]) -> LearningRateSchedule:
-        self.schedule = self.schedule or plan_schedule(lengths, self.settings, self.horizon_epochs)
-        return self.schedule
-
     def train_epochs(self, reader: HiddenStatesReader, last_epoch: int, bar: tqdm) -> Iterator[EpochLog]:
         """Train up to `last_epoch` over all rows; yield the results of each epoch when it has ended."""
-        self._plan_schedule(reader.lengths)
+        self.schedule = self.schedule or plan_schedule(reader.lengths, self.settings, self.horizon_epochs)
         plans = ((epoch, plan_epoch(reader.lengths, self.settings, epoch)) for epoch in range(self.epoch, last_epoch))
         steps = PackLoader(reader, self.objective, self.ranks, self.dtype, self.online_packs).load_steps(plans)
         while self.epoch < last_epoch:

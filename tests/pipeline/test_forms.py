@@ -167,6 +167,7 @@ HARMLESS = {
     "report.title",  # shown; the page escapes it
     "report.analysis",
     "fix_data.columns.*",  # names of columns in the raw data
+    "prepare_prompts.sets.*.columns.*",
     "fix_data.columns.*.*",  # the same, of a file: its name is compared with those in fix_data.raw
     "sample_target.thinking",
     "prepare_prompts.sets.*.columns.*",
@@ -175,6 +176,7 @@ HARMLESS = {
     "extract_hiddens.online",
     *(f"init_draft.{key}" for key in ("fc_norm", "norm_before_fc", "norm_output", "qk_norm")),
     "train_draft.checkpoints.*.is_causal",
+    "train_draft.train_head",
     "benchmark.workloads.*.ignore_eos",
     "benchmark.workloads.*.grade",  # runs what the target wrote only with run_generated_code
     "benchmark_served.interleave",
