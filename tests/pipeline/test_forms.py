@@ -170,13 +170,11 @@ HARMLESS = {
     "prepare_prompts.sets.*.columns.*",
     "fix_data.columns.*.*",  # the same, of a file: its name is compared with those in fix_data.raw
     "sample_target.thinking",
-    "prepare_prompts.sets.*.columns.*",
     "train_draft.train_head",
     "extract_hiddens.compile",
     "extract_hiddens.online",
     *(f"init_draft.{key}" for key in ("fc_norm", "norm_before_fc", "norm_output", "qk_norm")),
     "train_draft.checkpoints.*.is_causal",
-    "train_draft.train_head",
     "benchmark.workloads.*.ignore_eos",
     "benchmark.workloads.*.grade",  # runs what the target wrote only with run_generated_code
     "benchmark_served.interleave",
