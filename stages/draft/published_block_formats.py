@@ -115,7 +115,7 @@ def _build_config(
         config = block_checkpoint.build_block_config(parsed, manifest.num_layers, dtype)
     if problem := block_checkpoint.find_block_draft_problem(config, tensors):
         raise ValueError(
-            f"{folder} is no {parsed.method} draft that we can run: {problem}. Expected layers of Qwen3 without "
+            f"{folder}, by config.json, is no {parsed.method} draft that we can run: {problem}. Expected layers of Qwen3 without "
             "biases, a fusion of the target's features, and of DSpark its vanilla Markov head; get the draft again, or choose "
             "another"
         )

@@ -84,8 +84,8 @@ def read_published_draft(
     config = eagle3_checkpoint.build_eagle3_config(draft, *ids, str(dtype).removeprefix("torch."), [*sizes])
     if problem := eagle3_checkpoint.find_draft_problem(config, tensors):
         raise ValueError(
-            f"{folder} is no EAGLE-3 draft that we can run: {problem}. Expected one layer that reads [embedding, state] and a "
-            "fusion of three feature layers, without biases; EAGLE-1 and -2, deeper, MLA and quantised drafts are not"
+            f"{folder}, by config.json, is no EAGLE-3 draft that we can run: {problem}. Expected one layer that reads "
+            "[embedding, state], a fusion of three feature layers, no biases; EAGLE-1 and -2, deeper, MLA and quantised are not"
         )
     return PublishedDraft(config, tensors, {k: v for k, v in options.items() if v}, notes)
 
