@@ -18,17 +18,17 @@ from stages.cells import cell, points, stopping
 from stages.cells.cell import Acceptance, Cell, LoadPoint, Memory, ServerDescription, StoppingRecord
 from stages.cells.record import name_draft_sampling
 from stages.cells.stopping import RepeatRule
+from stages.engines import gpu_memory
+from stages.engines.engine_flags import ServedDraft
+from stages.engines.server import UnsupportedByServerError
 from stages.measuring import measured_loads, server_setup
 from stages.measuring import requests as served_requests
+from stages.measuring.load_generator import LoadResult
 from stages.measuring.measured_loads import OpenedServer
+from stages.measuring.measured_server import MeasuredServer
 from stages.measuring.requests import ServedCellContext
 from stages.params import stage_inputs
 from stages.params.tree_shape import Load, parse_shape
-from stages.serving import gpu_memory
-from stages.serving.engine_flags import ServedDraft
-from stages.serving.load_generator import LoadResult
-from stages.serving.measured_server import MeasuredServer
-from stages.serving.server import UnsupportedByServerError
 from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
 

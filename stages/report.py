@@ -207,7 +207,7 @@ def _predict_speedups(
     doubted: set[str],
 ) -> costs.CostPrediction:
     """Return predicted speedups of every replayed tree, and how benchmark_served would start a server with the best."""
-    from stages.serving import engine_flags
+    from stages.engines import engine_flags
 
     def describe_launch(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
         config = next((cost.draft for cost in grids if p.have_same_shapes(cost.checkpoint, row.checkpoint)), None)

@@ -19,15 +19,15 @@ from stages.cells.cell import LoadPoint
 from stages.cells.cost_model import CostModel
 from stages.cells.record import Record, name_draft_sampling
 from stages.cells.timing_grid import CycleTime, TimingGrid
-from stages.measuring import measured_loads, server_setup, simulated_answers
+from stages.engines import gpu_memory
+from stages.measuring import measured_loads, measured_server, server_setup, simulated_acceptance, simulated_answers
 from stages.measuring.measured_loads import OpenedServer
+from stages.measuring.measured_server import MeasuredServer, ServerPlan
 from stages.measuring.requests import ServedCellContext
+from stages.measuring.simulated_acceptance import SimulatedAcceptance
 from stages.params import schema, stage_inputs
 from stages.params.tree_shape import Load, TreeShape
 from stages.runtime import atomic, scratch
-from stages.serving import gpu_memory, measured_server, simulated_acceptance
-from stages.serving.measured_server import MeasuredServer, ServerPlan
-from stages.serving.simulated_acceptance import SimulatedAcceptance
 from stages.telemetry.run_stage import run_stage
 
 

@@ -17,11 +17,11 @@ from stages.cells.cell import UNSUPPORTED, Cell
 from stages.cells.table import find_replayed_tau
 from stages.draft import checkpoint
 from stages.draft.block_draft import BlockDraft
+from stages.engines import engine_flags
 from stages.measuring import server_setup
 from stages.params import schema
 from stages.params.families import BLOCKS
 from stages.params.tree_shape import TreeShape
-from stages.serving import engine_flags
 from tests.conftest import edit_params
 from tests.draft import published_blocks
 from tests.draft.published_blocks import Form, publish

@@ -16,10 +16,10 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from stages.cells.record import GREEDY, DraftSampling, Record
+from stages.cells.request_record import LoadSummary
 from stages.grading.grade import GradeSummary
 from stages.params.tree_shape import Load, TreeShape, parse_shape
 from stages.runtime import atomic
-from stages.serving.latency import LoadSummary
 
 CELLS_FOLDER = Path("results/cells")
 DEFINITIONS = "docs/metrics.md, version 3"

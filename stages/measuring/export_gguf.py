@@ -11,17 +11,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from stages.cells.request_record import RequestRecord
 from stages.draft import checkpoint
-from stages.measuring import server_setup
+from stages.engines import engine_flags, gguf_files, server
+from stages.measuring import load_generator, server_setup
+from stages.measuring.load_generator import Arrivals, LoadRequest
 from stages.params import schema
 from stages.params.families import find_family
 from stages.params.target_files import GGUF_TYPES
 from stages.params.tree_shape import TreeShape
 from stages.runtime import atomic, free_port
-from stages.serving import engine_flags, load_generator, server
-from stages.serving.latency import RequestRecord
-from stages.serving.load_generator import Arrivals, LoadRequest
-from stages.target import chat_template, gguf_files, manifest
+from stages.target import chat_template, manifest
 from stages.telemetry.run_stage import run_stage
 
 ENGINE = "llama.cpp"

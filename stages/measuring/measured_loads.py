@@ -11,15 +11,15 @@ from typing import TypeVar
 import polars as pl
 from tqdm import tqdm
 
-from stages.cells import points
+from stages.cells import points, request_record
+from stages.engines import engine_flags, spec_counters
+from stages.measuring import load_checks, load_generator, measured_server, server_setup
 from stages.measuring import requests as served_requests
-from stages.measuring import server_setup
+from stages.measuring.load_generator import Arrivals, LoadResult
+from stages.measuring.measured_server import CheckServer, MeasuredServer, ServerPlan
 from stages.measuring.requests import SECTION, ServedCellContext
 from stages.params.tree_shape import Load
 from stages.prompts import workload_prompts
-from stages.serving import engine_flags, latency, load_checks, load_generator, measured_server, spec_counters
-from stages.serving.load_generator import Arrivals, LoadResult
-from stages.serving.measured_server import CheckServer, MeasuredServer, ServerPlan
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ def _describe_load(
     server: MeasuredServer, load: Load, repeat: int, num_repeats: int, turns: list[LoadResult], seconds: float
 ) -> str:
     """Return a line for the log."""
-    summary = latency.summarise_load([r for found in turns for r in found.records])
+    summary = request_record.summarise_load([r for found in turns for r in found.records])
     cycles, accepted = load_checks.sum_counts(turns)
     tau = f"tau {1 + accepted / cycles:.3f}, " if cycles else ""
     if server.simulated:

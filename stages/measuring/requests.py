@@ -8,12 +8,13 @@ from typing import Any
 
 import polars as pl
 
+from stages.cells import request_record
+from stages.engines import engine_flags, http_session
+from stages.measuring.load_generator import LoadRequest, LoadResult
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.prompts import workload_prompts
 from stages.prompts.workload_prompts import WorkloadPrompt
-from stages.serving import engine_flags, http_session, latency
-from stages.serving.load_generator import LoadRequest, LoadResult
 from stages.target import chat_template, manifest, vision
 
 SECTION = "benchmark_served.server"
@@ -102,6 +103,6 @@ def _build_image_fields(processor: vision.CachedImageProcessor, images: list[str
     }
 
 
-def decode_text(work: ServedCellContext, record: latency.RequestRecord) -> str:
+def decode_text(work: ServedCellContext, record: request_record.RequestRecord) -> str:
     """Return an answer without the target's special tokens, as a server would send it."""
     return work.tokenizer.decode(record.ids, skip_special_tokens=True) if record.ids else record.text

@@ -12,18 +12,19 @@ from typing import Any
 from stages.cells import cell
 from stages.cells.cell import Hardware
 from stages.draft import checkpoint
+from stages.engines import engine_flags, gguf_files, gpu_memory
+from stages.engines.server import locate_program
 from stages.families.family import find_family, get_files
 from stages.grading import grade
+from stages.measuring import measured_server
+from stages.measuring.measured_server import MeasuredServer, ServerPlan
 from stages.measuring.requests import SECTION, ServedCellContext
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape, parse_shape
 from stages.prompts import workload_prompts
-from stages.serving import engine_flags, gpu_memory, measured_server
-from stages.serving.measured_server import MeasuredServer, ServerPlan
-from stages.serving.server import locate_program
-from stages.target import gguf_files, manifest, vision
+from stages.target import manifest, vision
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROMPT_COLUMNS = ("id", "prompt_ids", "length_share")  # of a cell's fingerprint

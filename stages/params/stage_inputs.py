@@ -183,7 +183,7 @@ FAMILY_PARTS = {
     "serving_costs": ("files",),
 }
 # Modules of one engine, which cells of others import and never run.
-ENGINE_CODE = {"sglang": ("stages/serving/server_startup/sglang_vision_patch.py",)}
+ENGINE_CODE = {"sglang": ("stages/engines/server_startup/sglang_vision_patch.py",)}
 
 
 # What a stage shows of its work, by code of other stages.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from stages.cells import interval
 from stages.cells.cell import Cell, LoadPoint, RequestRow
+from stages.cells.request_record import LoadSummary
 from stages.published.tables import UNKNOWN, PublishedRow
-from stages.serving.latency import LoadSummary
 
 if TYPE_CHECKING:
     from stages.published.agreement import SeriesAgreement

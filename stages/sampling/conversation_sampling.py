@@ -8,10 +8,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tqdm import tqdm
 
+from stages.engines import client, http_session
 from stages.runtime.journal import make_journal_key
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
-from stages.serving import client, http_session
 
 SHARDS_AHEAD = 4  # open at once, beyond what the concurrency needs: one slow row must not fill the memory
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+from stages.engines import client, gguf_files, http_session, server
 from stages.params import server_urls
-from stages.sampling import conversation_sampling, requests, sampled_split
+from stages.sampling import conversation_sampling, replicas, requests, sampled_split
 from stages.sampling.conversation_sampling import ConversationSampler, SamplingProgress
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
 from stages.sampling.sampling_context import SamplingContext
-from stages.serving import client, http_session, replicas, server
-from stages.target import answer_token_ids, chat_template, generation, gguf_files, manifest
+from stages.target import answer_token_ids, chat_template, generation, manifest
 from stages.target.answer_token_ids import SampledAnswer
 
 CPU_SLOTS = 8  # of llama.cpp: more requests at once are no faster on a few cores

@@ -22,18 +22,18 @@ from PIL import Image
 
 from stages import benchmark_served, prepare_prompts
 from stages.cells.cell import Cell, locate_cell
-from stages.measuring import export_gguf
+from stages.engines import gguf_files, server, versions
+from stages.measuring import export_gguf, load_generator
 from stages.measuring import requests as served_requests
 from stages.params.benchmark_sections import Workload
 from stages.prompts import workload_prompts
 from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.runtime import atomic
-from stages.serving import engine_versions, load_generator, server
-from stages.target import gguf_files, vision
+from stages.target import vision
+from tests.built_engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
 from tests.conftest import ROOT, edit_params, has_ended
-from tests.engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
+from tests.engines.engine_double import FORK_VARIABLE
 from tests.measuring.served_project import DOUBLE, LOAD, edit_server, read_replayed_tree
-from tests.serving.engine_double import FORK_VARIABLE
 
 ENGINE = "sglang"  # or vllm: cells of both have one name
 
@@ -119,10 +119,10 @@ def test_vllms_cycles_and_accepted_drafts_are_replays(project: Path, monkeypatch
     edit_server(project, command=[*DOUBLE, "vllm", "serve"])
     workloads = {"eval": {**LOAD, "concurrency": 3}}
     edit_params(project, {"benchmark": {"workloads": workloads}, "benchmark_served": {"engine": "vllm"}})
-    monkeypatch.setattr(engine_versions, "find_version", lambda *_: "0.26.0")
+    monkeypatch.setattr(versions, "find_version", lambda *_: "0.26.0")
     with pytest.raises(ValueError, match=r"vLLM 0.26.0 does not count .*expected 0.30"):
         benchmark_served.main("eval", "e003", "t5_1_6")
-    monkeypatch.setattr(engine_versions, "find_version", lambda *_: "0.30.0")
+    monkeypatch.setattr(versions, "find_version", lambda *_: "0.30.0")
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
     (point,) = found["points"]
@@ -275,7 +275,7 @@ def test_the_server_ends_with_the_stage(
         line = [sys.executable, "-m", "stages.benchmark_served", "eval", "e003", "t5_1_6"]
         client = subprocess.Popen(line, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         until, children, forks_before = time.monotonic() + 120, [], list_forks(project, torch_server)
-        while not any("tests.serving.engine_double" in " ".join(c.cmdline()) for c in children):
+        while not any("tests.engines.engine_double" in " ".join(c.cmdline()) for c in children):
             assert time.monotonic() < until and client.poll() is None, client.communicate()[0]
             stages = [c for c in list_forks(project, torch_server) if c not in forks_before]
             children = [c for s in stages for c in s.children(recursive=True) if c.is_running()]

@@ -10,10 +10,10 @@ import pytest
 
 from stages import benchmark_served
 from stages.cells.cell import Cell
-from stages.measuring import measured_loads, server_setup
+from stages.engines import engine_flags, gpu_memory, server
+from stages.measuring import measured_loads, measured_server, measurement_lock, server_setup
+from stages.measuring.measured_server import MeasuredServer
 from stages.params.benchmark_sections import Workload
-from stages.serving import engine_flags, gpu_memory, measured_server, measurement_lock, server
-from stages.serving.measured_server import MeasuredServer
 from tests.conftest import EVAL, edit_params
 from tests.measuring.served_project import LOAD
 

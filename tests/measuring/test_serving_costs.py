@@ -10,12 +10,11 @@ from benchmarks import serving_costs as compare
 from stages import benchmark_served, serving_costs
 from stages.cells import timing_grid
 from stages.cells.timing_grid import TimingGrid
-from stages.measuring import measured_loads, requests, server_setup, simulated_answers
+from stages.measuring import measured_loads, measured_server, requests, server_setup, simulated_answers
+from stages.measuring.simulated_acceptance import SimulatedAcceptance
 from stages.params import schema
 from stages.prompts import workload_prompts
 from stages.runtime import scratch
-from stages.serving import measured_server
-from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
 from tests.measuring.served_project import DOUBLE, edit_server, read_replayed_tree
 

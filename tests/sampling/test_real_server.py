@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from stages import sample_target
+from stages.engines import client, server
+from stages.measuring import load_generator
 from stages.runtime import free_port
-from stages.serving import client, load_generator, server
-from tests.engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
+from tests.built_engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
 from tests.sampling.sampled_project import (
     SPLITS,
     answers,

@@ -1,0 +1,93 @@
+"""Checks of measured loads: errors for loads that measured something else than was asked, warnings for the rest."""
+
+from typing import Any
+
+from stages.engines.engine_flags import ServedDraft
+from stages.measuring.load_generator import LoadResult
+
+MIN_JUDGED_CYCLES = 100  # of a draft that has one in twenty accepted, 100 cycles without any are one load in 170
+
+
+def sum_counts(loads: list[LoadResult]) -> tuple[int, int]:
+    """Return (verify cycles, accepted draft tokens)."""
+    counts = [r.counts for load in loads for r in load.records if r.counts]
+    return sum(c.cycles for c in counts), sum(c.accepted for c in counts)
+
+
+def check_answered(load_name: str, load: LoadResult) -> None:
+    failed = [r for r in load.records if r.failure_reason]
+    if len(failed) == len(load.records):
+        raise ValueError(
+            f"{load_name}: all {len(failed)} requests failed, the first: {failed[0].failure_reason}, "
+            f"{failed[0].failure_message}"
+        )
+
+
+def check_drafts_accepted(
+    server_name: str, draft: ServedDraft | None, loads: list[LoadResult], server_info: dict[str, Any], num_prompts: int
+) -> None:
+    """Raises ValueError if a draft is served and no draft token was accepted: no trained draft is that bad."""
+    if draft is None:
+        return
+    cycles, accepted = sum_counts(loads)
+    if cycles >= MIN_JUDGED_CYCLES and accepted == 0 and draft.family.segment:
+        raise ValueError(
+            f"{server_name}: tau is exactly 1.00, no draft was accepted in {cycles} cycles, expected that of results/replay: "
+            f"benchmark_served.server.algorithm is {draft.algorithm} (EAGLE leaves out an EAGLE-3 draft's fusion; expected "
+            "EAGLE3), or the draft is another target's, or the engine passes over its tensors or the target's head"
+        )
+    if not cycles and not any(load.counting_errors for load in loads):
+        tokens = sum(r.output_tokens for load in loads for r in load.records)
+        if tokens > num_prompts * 2:
+            raise ValueError(
+                f"{server_name}: the engine reports no accepted drafts (speculative_algorithm: "
+                f"{server_info.get('speculative_algorithm', 'unknown')}); start it with this cell's flags, vLLM with "
+                "--per-request-spec-decode-metrics summary"
+            )
+
+
+def list_warnings(
+    loads: list[LoadResult],
+    prompt_lengths: list[int],
+    concurrency: int | None,
+    tokens_beyond_prompt: int,
+    cache_tokens: int | None,
+    warmup: int,
+) -> list[str]:
+    """Return the warnings of a point as sentences.
+
+    Args:
+        prompt_lengths: tokens of every prompt.
+        tokens_beyond_prompt: tokens that a request may take in the KV cache beside its prompt: its answer, and a tree.
+        cache_tokens: how many the KV cache holds; None if unknown.
+        warmup: unmeasured requests before the first load of each concurrency.
+    """
+    warnings = []
+    failed = [r for load in loads for r in load.records if r.failure_reason]
+    if failed:
+        warnings.append(
+            f"{len(failed)} requests failed and are in no latency, the first: {failed[0].failure_reason}, "
+            f"{failed[0].failure_message}"
+        )
+    if errors := [error for load in loads for error in load.counting_errors]:
+        warnings.append(
+            f"{len(errors)} requests' accepted drafts can't be counted and are in no tau, the first: {errors[0]}"
+        )
+    if uncounted := sum(not r.failure_reason and not r.is_counted for load in loads for r in load.records):
+        warnings.append(
+            f"{uncounted} answers came with neither usage nor token ids: their tokens are not counted, so there is no ITL, TPOT, "
+            "throughput or speedup; ask a server that sends usage in its stream"
+        )
+    longest = sorted(prompt_lengths, reverse=True)[: concurrency or len(prompt_lengths)]
+    required = sum(longest) + len(longest) * tokens_beyond_prompt
+    if cache_tokens is not None and required > cache_tokens:
+        warnings.append(
+            f"the KV cache holds {cache_tokens} tokens, {required} would be needed for {len(longest)} of the longest at once: "
+            "some may have waited in the engine, or been put back"
+        )
+    if concurrency is not None and warmup < len(longest):
+        warnings.append(
+            f"{warmup} requests warmed the server up, fewer than the {len(longest)} at once: engines compile kernels for a "
+            f"batch of new size, so the first repeat may be slower; expected warmup: {len(longest)} or more"
+        )
+    return warnings
