@@ -14,11 +14,12 @@ from itertools import product
 from pathlib import Path
 
 from stages.cells import prediction, replay_records, table, timing_grid, training_records
-from stages.cells.cell import TORCH_ENGINE, UNSUPPORTED, Cell
+from stages.cells.cell import UNSUPPORTED, Cell
 from stages.cells.prediction import EngineLaunch, PredictedSpeedup
 from stages.cells.replay_records import ReplayedTree
 from stages.cells.table import ResultRow, TableLine
 from stages.params import schema, stage_inputs
+from stages.params.engines import TORCH
 from stages.params.families import FAMILIES, DraftKind
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.target_files import GGUF_TYPES
@@ -152,9 +153,7 @@ def read_cells(p: schema.Params, families: Families) -> list[Cell]:
     broken cell and the stage to run.
     """
     torch, served = p.benchmark, p.benchmark_served
-    found = [
-        Cell.read(TORCH_ENGINE, *names) for names in product(torch.torch_workloads, torch.checkpoints, torch.trees)
-    ]
+    found = [Cell.read(TORCH.name, *names) for names in product(torch.torch_workloads, torch.checkpoints, torch.trees)]
     found = [cell for cell in found if cell.status != UNSUPPORTED or _is_of_family(cell, families)]
     for workload in served.workloads:
         for names in [(None, None), *product(served.checkpoints, served.trees)]:

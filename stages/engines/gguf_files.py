@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
-from stages.params.families import find_program, list_environments
+from stages.params.engines import find_program, list_environments
 from stages.params.target_files import GGUF_TYPES
 from stages.runtime import atomic
 from stages.target import manifest

@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from stages.engines import server_guard
-from stages.params.families import PROGRAMS, find_program
+from stages.params.engines import locate_program
 from stages.runtime.free_port import HOST, find_free_port
 from stages.telemetry import waits
 
@@ -211,12 +211,6 @@ class ServerProcess:
         tail = read_log_tail(self.log)
         message = f"the {self.engine} server ended with status {status}{often}; its log, {self.log}:\n  {tail}"
         return UnsupportedByServerError(message, reason) if reason else ValueError(message)
-
-
-def locate_program(engine: str, program: str = "") -> str:
-    """Return a program of the engine, by default its server: of its own environment, else the name, to be found on the PATH."""
-    found = find_program(engine, program)
-    return str(Path(found).absolute()) if found else program or PROGRAMS[engine]
 
 
 def build_server_command(

@@ -18,6 +18,7 @@ from stages.measuring import measurement_lock, simulated_acceptance
 from stages.measuring.load_generator import LoadResult
 from stages.measuring.simulated_acceptance import SimulatedAcceptance
 from stages.params import server_urls
+from stages.params.engines import locate_program
 from stages.params.tree_shape import Load
 from stages.params.units import format_gib
 from stages.runtime.free_port import find_free_port
@@ -137,7 +138,7 @@ class ServerPlan:
 
 def find_engine_version(plan: ServerPlan) -> str | None:
     """Return the version of the engine that the plan starts; None where it can't be told. Raises ValueError for an old vLLM."""
-    program = plan.program[0] if plan.program else server.locate_program(plan.setup.engine)
+    program = plan.program[0] if plan.program else locate_program(plan.setup.engine)
     version = versions.find_version(plan.setup.engine, program)
     versions.check_vllm(plan.setup.engine, version)
     return version

@@ -13,7 +13,6 @@ from stages.cells import cell
 from stages.cells.cell import Hardware
 from stages.draft import checkpoint
 from stages.engines import engine_flags, gguf_files, gpu_memory
-from stages.engines.server import locate_program
 from stages.families.family import find_family, get_files
 from stages.grading import grade
 from stages.measuring import measured_server
@@ -21,6 +20,7 @@ from stages.measuring.measured_server import MeasuredServer, ServerPlan
 from stages.measuring.requests import SECTION, ServedCellContext
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
+from stages.params.engines import locate_program
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape, parse_shape
 from stages.prompts import workload_prompts

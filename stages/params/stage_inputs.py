@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from stages.params.benchmark_sections import BenchmarkServer
 from stages.params.checks import TEMPLATES_FOLDER
+from stages.params.engines import ENGINES
 from stages.params.families import FAMILIES, DraftFamily
 from stages.params.schema import Params, check_initial, load_params
 from stages.params.section import PARAMS_FILE, RUN_PARAMS, get_named
@@ -182,10 +183,6 @@ FAMILY_PARTS = {
     "benchmark_served": ("files",),
     "serving_costs": ("files",),
 }
-# Modules of one engine, which cells of others import and never run.
-ENGINE_CODE = {"sglang": ("stages/engines/server_startup/sglang_vision_patch.py",)}
-
-
 # What a stage shows of its work, by code of other stages.
 WATCHING_CODE = {"train_draft": "stages/families/held_out.py"}
 
@@ -363,8 +360,9 @@ def _list_left_out(params: Params, instance: Instance) -> set[str]:
         return {WATCHING_CODE[instance.stage]}
     if not instance.stage.startswith(("benchmark_served", "serving_costs")):
         return set()
-    others = (files for name, files in ENGINE_CODE.items() if name != params.benchmark_served.engine)
-    return {file for files in others for file in files}
+    return {
+        file for engine in ENGINES.values() if engine.name != params.benchmark_served.engine for file in engine.modules
+    }
 
 
 def list_families(params: Params, instance: Instance) -> list[DraftFamily]:

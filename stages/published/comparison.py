@@ -149,9 +149,7 @@ def _measure_acceptance(name: str) -> Measure:
             return None
         shape = cell.shape
         divisor = {"tau": 1, "accept_rate": shape.num_steps, "node_accept_rate": shape.num_draft_tokens - 1}[name]
-        uncounted = "vLLM counts accepted drafts over all requests, not of each"
-        reason = uncounted if cell.engine == "vllm" else ONE_PROMPT
-        return _build_number(figures[name], figures.tau_low, figures.tau_high, reason, divisor)
+        return _build_number(figures[name], figures.tau_low, figures.tau_high, ONE_PROMPT, divisor)
 
     return measure
 

@@ -236,7 +236,7 @@ def tau_of(tree: str) -> float:
         ({"request_rate": 8.0}, r"request_rate is 8.0, expected inf"),
         ({"concurrency": None}, r"load.concurrency has null or the same number twice"),
         ({"concurrency": [2, 2]}, r"expected different numbers"),
-        ({"concurrency": 1}, r"has 4 trees, and .*, expected at least 8 pairs.*; name 8 trees or more"),
+        ({"concurrency": 1}, r"has 4 trees, and .*, expected at least 8 pairs.*; name more trees"),
         ({"num_prompts": [1, 2], "concurrency": [1, 4]}, r"sends 2 prompts at concurrency 4, expected 4 or more"),
     ],
 )  # fmt: skip
