@@ -206,19 +206,17 @@ def _predict_speedups(
     doubted: set[str],
 ) -> costs.CostPrediction:
     """Return predicted speedups of every replayed tree, and how benchmark_served would start a server with the best."""
-    from stages.engines import engine_flags
+    from stages.engines import registry
+    from stages.engines.protocol import describe_draft
 
-    def describe_launch(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
+    def describe_launch(name: str, row: PredictedSpeedup) -> EngineLaunch | None:
         config = next((cost.draft for cost in grids if p.have_same_shapes(cost.checkpoint, row.checkpoint)), None)
-        if config is None or engine_flags.explain_unsupported(engine, row.shape, config):
+        engine, settings = registry.get(name), p.benchmark_served.server
+        if config is None or engine.explain_unsupported(row.shape, config):
             return None
-        folder = f"drafts/{row.checkpoint}/draft"
-        if engine == "llama.cpp":  # as `aerie export` names it
-            outtype = p.benchmark_served.server.quantised or GGUF_TYPES[p.target.dtype]
-            folder = f"gguf/{row.checkpoint}-{outtype}.gguf"
-        draft = engine_flags.describe_draft(folder, config, row.shape, p.benchmark_served.server.algorithm)
-        flags = engine_flags.build_speculation_flags(engine, draft, config)
-        return EngineLaunch(flags, engine_flags.find_first_version(engine, config))
+        file = engine.name_draft_file(row.checkpoint, settings.quantised or GGUF_TYPES[p.target.dtype])
+        draft, change = describe_draft(file, config, row.shape, settings.algorithm), engine.find_change(config)
+        return EngineLaunch(engine.build_speculation_flags(draft, config), change.first_version if change else None)
 
     workloads = [p.benchmark.workloads[name] for name in p.benchmark.torch_workloads]
     temperatures = list(dict.fromkeys(float(workload.temperature) for workload in workloads)) or [0.0]

@@ -17,7 +17,8 @@ from stages.cells.cell import UNSUPPORTED, Cell
 from stages.cells.table import find_replayed_tau
 from stages.draft import checkpoint
 from stages.draft.block_draft import BlockDraft
-from stages.engines import engine_flags
+from stages.engines import registry
+from stages.engines.protocol import describe_draft
 from stages.measuring import server_setup
 from stages.params import schema
 from stages.params.families import BLOCKS
@@ -112,10 +113,11 @@ def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, me
     """Bug: benchmark_served read every draft as EAGLE-3's, and ended with "is no EAGLE-3 draft" for a block draft."""
     draft = import_published(method, published_blocks.speculators)
     config = server_setup.read_draft_config(schema.load_params(), "theirs")
-    assert config["block_size"] == SLOTS and engine_flags.choose_algorithm(config, "EAGLE3") == method.upper()
     depth = draft.config.num_drafts
-    assert engine_flags.explain_unsupported("sglang", TreeShape(depth, 1, depth + 1), config) is None
-    wider = engine_flags.explain_unsupported("sglang", TreeShape(depth + 1, 1, depth + 2), config)
+    served = describe_draft("", config, TreeShape(depth, 1, depth + 1), "EAGLE3")
+    assert config["block_size"] == SLOTS and served.algorithm == method.removesuffix("2").upper()
+    assert registry.get("sglang").explain_unsupported(TreeShape(depth, 1, depth + 1), config) is None
+    wider = registry.get("sglang").explain_unsupported(TreeShape(depth + 1, 1, depth + 2), config)
     assert wider is not None and "an engine runs another block than was trained" in wider
     assert f"t{depth}_1_{depth + 1}" in wider
     served = {"checkpoints": ["theirs"], "trees": ["t3_2_6"], "workloads": ["eval"], "engine": "sglang"}

@@ -8,7 +8,7 @@ import pytest
 
 from stages import benchmark_served
 from stages.cells import request_record
-from stages.engines.engine_flags import ServedDraft
+from stages.engines.protocol import ServedDraft
 from stages.measuring.load_generator import LoadResult
 from stages.measuring.measured_server import MeasuredServer
 from stages.params.families import EAGLE3

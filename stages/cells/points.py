@@ -14,6 +14,7 @@ from stages.cells.request_record import RequestRecord
 from stages.grading import grade
 from stages.params.tree_shape import Load
 
+MIN_JUDGED_CYCLES = 100  # of a draft that has one in twenty accepted, 100 cycles without any are one load in 170
 RepeatRecords = list[list[list[RequestRecord]]]  # repeat -> turn -> requests
 
 

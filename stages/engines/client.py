@@ -1,5 +1,4 @@
-"""Client of OpenAI-compatible servers, and of llama.cpp's own protocol: many requests in flight over a list of servers, with
-retries.
+"""Client of the servers that answer `sample_target`: many requests in flight over a list of servers, with retries.
 
 A request goes to the server with the fewest in flight. Busy (429), broken (5xx), cut, hung and unreachable servers are
 retried, another server first, with growing pauses. A server that fails several times in a row is left alone for a while,
@@ -15,92 +14,18 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
-from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 from tqdm import tqdm
 
-from stages.engines import http_session
-from stages.engines.http_session import LLAMA_CPP_REASONS
+from stages.engines import http_session, registry
+from stages.engines.chat_answer import ChatAnswer
+from stages.engines.protocol import Body, SamplingOptions, ServingEngine
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 FAILURES_BEFORE_BACKOFF = 3  # failures of a server in a row
 NOTE_INTERVAL_S = 5.0  # between notes that no server answers yet
 PARAMS_SECTION = "sample_target.server"  # of params.yaml, for messages
-
-Body = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ChatAnswer:
-    text: str
-    reasoning: str | None  # if the server separates it from the text
-    finish_reason: str
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    prompt_ids: list[int] | None  # if the server sends them
-    answer_ids: list[int] | None
-    stopped_at: int | str | None = None  # the token or the string that ended it, if the server says so
-
-
-class _Message(BaseModel):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-
-
-class _Choice(BaseModel):
-    message: _Message
-    finish_reason: str | None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None  # of SGLang
-    matched_stop: Any = None  # of SGLang
-    stop_reason: Any = None  # of vLLM: null for the tokenizer's own end token
-
-
-class _Usage(BaseModel):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
-class _ChatCompletion(BaseModel):
-    """The fields that are read of a response of `/v1/chat/completions`."""
-
-    choices: list[_Choice] = Field(min_length=1)
-    usage: _Usage | None = None
-    model: str | None = None
-    prompt_token_ids: list[int] | None = None  # of vLLM
-
-    def get_answer(self) -> ChatAnswer:
-        choice, usage = self.choices[0], self.usage or _Usage()
-        message, stop = choice.message, choice.stop_reason if choice.matched_stop is None else choice.matched_stop
-        return ChatAnswer(
-            text=message.content or "",
-            reasoning=message.reasoning_content or message.reasoning or None,
-            finish_reason=choice.finish_reason or "",
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            prompt_ids=self.prompt_token_ids or choice.prompt_token_ids,
-            answer_ids=choice.token_ids,
-            stopped_at=stop if isinstance(stop, int | str) else None,
-        )
-
-
-class _LlamaCppCompletion(BaseModel):
-    """The fields that are read of a response of llama.cpp's `/completion`, which takes and returns token ids."""
-
-    content: str
-    tokens: list[int]
-    stop_type: str
-    tokens_evaluated: int
-    tokens_predicted: int
-    stopping_word: str = ""
-    model: str | None = None
-
-    def get_answer(self) -> ChatAnswer:
-        reason = LLAMA_CPP_REASONS.get(self.stop_type, self.stop_type)
-        counts = self.tokens_evaluated, self.tokens_predicted
-        return ChatAnswer(self.content, None, reason, *counts, None, self.tokens, self.stopping_word or None)
 
 
 @dataclass
@@ -108,7 +33,7 @@ class Endpoint:
     """A server, and how it fares."""
 
     url: str  # without /v1
-    engine: str  # transformers, sglang, vllm, llama.cpp, or openai for any other; empty until identified
+    engine: ServingEngine | None  # None until identified
     in_flight: int = 0
     answered: int = 0
     failures: int = 0  # in a row
@@ -128,14 +53,14 @@ class ChatClient:
     timeout_s: float
     attempts: int
     key: InitVar[str | None] = None
-    engine: str | None = None
+    engine: ServingEngine | None = None
     # Called after a failure, in a thread: it may restart servers of this machine.
     check: Callable[[], None] = lambda: None
     first_backoff_s: float = FIRST_BACKOFF_S
     retries_by_reason: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self, key: str | None) -> None:
-        self.endpoints = [Endpoint(url, self.engine or "") for url in self.urls]
+        self.endpoints = [Endpoint(url, self.engine) for url in self.urls]
         self._gate = asyncio.Semaphore(self.concurrency)
         self._checker, self._checking = ThreadPoolExecutor(1), asyncio.Lock()
         self._http = http_session.HttpSession(self.model, self.timeout_s, PARAMS_SECTION, key)
@@ -143,15 +68,17 @@ class ChatClient:
 
     async def __aenter__(self) -> "ChatClient":
         await self._http.__aenter__()
-        errors = await asyncio.gather(*(self._identify(e) for e in self.endpoints), return_exceptions=True)
-        for error in errors:
+        found = await asyncio.gather(*(self._identify(e) for e in self.endpoints), return_exceptions=True)
+        errors = [
+            (e.url, error) for e, error in zip(self.endpoints, found, strict=True) if isinstance(error, BaseException)
+        ]
+        for _, error in errors:
             # An unreachable server may come up later; `complete` identifies it then.
-            if error and not isinstance(error, http_session.ExchangeFailedError):
+            if not isinstance(error, http_session.ExchangeFailedError):
                 await self.__aexit__()
                 raise error
-        awaited = [(e.url, error) for e, error in zip(self.endpoints, errors, strict=True) if error]
-        if awaited:
-            self._note_awaited(", ".join(url for url, _ in awaited), awaited[0][1], len(awaited) == len(errors))
+        if errors:
+            self._note_awaited(", ".join(url for url, _ in errors), errors[0][1], len(errors) == len(found))
         return self
 
     def _note_awaited(self, urls: str, error: BaseException, is_alone: bool) -> None:
@@ -175,36 +102,33 @@ class ChatClient:
         await self._http.__aexit__()
         self._checker.shutdown(wait=False, cancel_futures=True)  # its owner stops a server that is being started
 
-    async def complete(self, body: Body, engine_fields: dict[str, Body] | None = None) -> ChatAnswer:
+    async def complete(self, body: Body, options: SamplingOptions | None = None) -> ChatAnswer:
         """Return the answer to one request.
 
         Args:
             body: the request without the model.
-            engine_fields: by engine, what only that engine understands.
+            options: what engines are told in fields of their own; None: nothing.
 
         Raises:
             RequestRefusedError: if the server refuses this request.
             ValueError: if it can't be answered after all attempts, or if every request would fail the same way.
         """
         async with self._gate:
-            return await self._try_endpoints(body, engine_fields or {})
+            return await self._try_endpoints(body, options)
 
-    async def _try_endpoints(self, body: Body, engine_fields: dict[str, Body]) -> ChatAnswer:
+    async def _try_endpoints(self, body: Body, options: SamplingOptions | None) -> ChatAnswer:
         failure, reason, avoid = "", "", None
         for attempt in range(self.attempts):
             endpoint = await self._choose_endpoint(avoid)
             endpoint.in_flight += 1
             try:
-                await self._identify(endpoint)
+                engine = await self._identify(endpoint)
+                path, own_body = engine.build_sampling_request(body, options)
                 async with endpoint.semaphore or contextlib.nullcontext():
-                    request_body = {"model": self.model, **body, **engine_fields.get(endpoint.engine, {})}
-                    path = "/completion" if endpoint.engine == "llama.cpp" else "/v1/chat/completions"
-                    if path == "/completion" and "prompt" not in request_body:
-                        raise ValueError(f"{endpoint.url} is a llama-server, which is asked by token ids and so sees no "
-                                         "pictures; sample conversations with pictures by another engine")  # fmt: skip
+                    request_body = {"model": self.model, **own_body}
                     reply = await self._http.send(endpoint.url, "POST", path, json=request_body)
                     self._http.check(endpoint.url, reply)
-                    answer = self._read_answer(endpoint, reply.body)
+                    answer = self._read_answer(endpoint.url, engine, reply.body)
             except http_session.ExchangeFailedError as error:
                 failure, reason, avoid = f"{endpoint.url}: {error}", error.reason, endpoint
                 self._record_failure(endpoint, error)
@@ -234,11 +158,10 @@ class ChatClient:
         async with self._checking:
             await asyncio.get_running_loop().run_in_executor(self._checker, self.check)
 
-    def _read_answer(self, endpoint: Endpoint, body: bytes) -> ChatAnswer:
+    def _read_answer(self, url: str, engine: ServingEngine, body: bytes) -> ChatAnswer:
         """Parse a response; one that is cut or malformed is retried."""
         try:
-            protocol = _LlamaCppCompletion if endpoint.engine == "llama.cpp" else _ChatCompletion
-            found: _LlamaCppCompletion | _ChatCompletion = protocol.model_validate_json(body)
+            found = engine.answer_type.model_validate_json(body)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             problem = f"not a chat completion: {'.'.join(map(str, first['loc']))} {first['msg']}, in {body[:80]!r}"
@@ -247,7 +170,7 @@ class ChatClient:
         # transformers appends @revision to the name.
         if name is not None and name != self.model and name.rpartition("@")[0] != self.model:
             raise ValueError(
-                f"{endpoint.url} answered as model {name!r}, expected {self.model!r}: it serves another model. Correct "
+                f"{url} answered as model {name!r}, expected {self.model!r}: it serves another model. Correct "
                 "sample_target.server.base_urls, or set server.model to that name if it is the target"
             )
         if answer.finish_reason not in http_session.FINISH_REASONS:
@@ -279,16 +202,16 @@ class ChatClient:
     def _compute_backoff_s(self, times: int) -> float:
         return _pause_s(self.first_backoff_s, times) * random.uniform(0.7, 1.3)
 
-    async def _identify(self, endpoint: Endpoint) -> None:
+    async def _identify(self, endpoint: Endpoint) -> ServingEngine:
         """Find out which engine a server is, and that it serves the model, before the first request."""
         if endpoint.engine and endpoint.semaphore:
-            return
+            return endpoint.engine
         async with endpoint.identify_lock:
             if endpoint.backoff_until > time.monotonic():  # the task before this one found it unreachable
                 raise http_session.ExchangeFailedError("connection", "can't be reached")
             if not endpoint.engine:
                 try:
-                    endpoint.engine = await self._http.identify_engine(endpoint.url)
+                    endpoint.engine = await registry.identify_engine(self._http, endpoint.url)
                 except http_session.ExchangeFailedError as error:
                     self._note_still_awaited(endpoint, error)
                     endpoint.failures += 1
@@ -296,11 +219,9 @@ class ChatClient:
                     raise
                 if endpoint.is_awaited:
                     _print_note(f"{endpoint.url} answers now")
-            # `transformers serve` seeds torch when a request comes in, and generates in one thread: two requests at a
-            # time would share a seed, and be no faster.
-            endpoint.semaphore = endpoint.semaphore or asyncio.Semaphore(
-                1 if endpoint.engine == "transformers" else self.concurrency
-            )
+            most = endpoint.engine.most_at_once or self.concurrency
+            endpoint.semaphore = endpoint.semaphore or asyncio.Semaphore(most)
+            return endpoint.engine
 
 
 def _pause_s(first_s: float, times: int) -> float:

@@ -1,10 +1,9 @@
-"""HTTP to servers of one model: connection, identification of the engine, and errors.
+"""HTTP to servers of one model: connection and errors.
 
 `client` retries what failed, `load_generator` counts it. aiohttp takes a fifth of httpx's time for a request
 (docs/sampling.md).
 """
 
-import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -18,8 +17,6 @@ TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504, 529}
 NOT_READY_STATUSES = {502, 503, 504}  # of a server that loads its model, or of the proxy before it
 ROW_REFUSED_STATUSES = {400, 413, 422}  # this request is at fault; any other 4xx concerns all requests
 FINISH_REASONS = ("stop", "length")
-LLAMA_CPP_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}  # by its `stop_type`
-OWNERS = {"sglang": "sglang", "vllm": "vllm", "llamacpp": "llama.cpp"}  # engines by `owned_by` of the models they list
 KEEPALIVE_S = 3.0  # of an idle connection; uvicorn, which SGLang and vLLM use, closes it after 5
 
 
@@ -152,39 +149,6 @@ class HttpSession:
                 f"{url} answered HTTP {reply.status} to a request for model {self.model}: "
                 f"{reply.excerpt()}{hint.get(reply.status, '')}"
             )
-
-    async def identify_engine(self, url: str) -> str:
-        """Return transformers, sglang, vllm, llama.cpp, or openai for any other.
-
-        Raises:
-            ExchangeFailedError: if the server can't be asked yet.
-            ValueError: if it serves another model.
-        """
-        served: list[dict[str, Any]] = []
-        briefly = min(10.0, self.timeout_s)
-        reply = await self.send(url, "GET", "/v1/models", within_s=briefly)
-        if reply.status in (401, 403):
-            raise ValueError(f"{url} answered HTTP {reply.status} for its models; is {self.section}.api_key_env right?")
-        if reply.status in NOT_READY_STATUSES:
-            self.check(url, reply)
-        try:
-            if reply.status == 200:
-                served = [m for m in json.loads(reply.body)["data"] if isinstance(m, dict)]
-            engine = next((OWNERS[m["owned_by"]] for m in served if m.get("owned_by") in OWNERS), "openai")
-            if engine == "openai":
-                spec = await self.send(url, "GET", "/openapi.json", within_s=briefly)
-                paths = json.loads(spec.body)["paths"] if spec.status == 200 else {}
-                if {"/load_model", "/v1/chat/completions"} <= set(paths):
-                    return "transformers"  # it lists its cache, not what it serves
-        except (KeyError, TypeError, ValueError):
-            return "openai"
-        names = [str(m.get("id")) for m in served]
-        if names and self.model not in names:
-            raise ValueError(
-                f"{url} serves {', '.join(names)}, expected {self.model}; correct {self.section}.base_urls, or set "
-                f"{self.section}.model to the target's name there"
-            )
-        return engine
 
 
 async def read_reply(response: aiohttp.ClientResponse) -> HttpReply:

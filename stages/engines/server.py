@@ -20,24 +20,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 
-from stages.engines import server_guard
-from stages.params.engines import locate_program
-from stages.runtime.free_port import HOST, find_free_port
+from stages.engines import registry, server_guard
+from stages.runtime.free_port import HOST
 from stages.telemetry import waits
 
 STOP_TIMEOUT_S = 15.0  # from SIGTERM to SIGKILL
 SLACK_S = 5.0  # for the guard to be scheduled on a busy machine
 ENDING_GRACE_S = 2.0  # from the closed port to the process's end
 LOG_TAIL_BYTES = 20_000
-KNOWN_ENDS = {  # what an engine can't run, by a line of the log that it ends with
-    "layer input tensor is null": "llama.cpp keeps no hidden states of a target of this architecture, so it drafts for it by "
-    "n-grams alone; take another engine (benchmark_served.engine)"
-}
-INSTALL_HINTS = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
 
 
 class UnsupportedByServerError(ValueError):
@@ -203,54 +196,15 @@ class ServerProcess:
 
     def _make_error(self, status: int) -> ValueError:
         often = f", after {self.restarted} restarts" if self.restarted else ""
-        words, remedy = read_log_tail(self.log, 200), INSTALL_HINTS.get(self.engine)
+        words, engine = read_log_tail(self.log, 200), registry.get(self.engine)
+        remedy = engine.install_hint
         if remedy and ("Missing dependencies for serving" in words or "requires `accelerate`" in words):
             often += f" for want of packages; run: {remedy}"
-        reason = next((reason for line, reason in KNOWN_ENDS.items() if line in words), None)
+        reason = next((reason for line, reason in engine.known_ends if line in words), None)
         often += f": {reason}" if reason else ""
         tail = read_log_tail(self.log)
         message = f"the {self.engine} server ended with status {status}{often}; its log, {self.log}:\n  {tail}"
         return UnsupportedByServerError(message, reason) if reason else ValueError(message)
-
-
-def build_server_command(
-    engine: str, folder: str, port: int, dtype: str, device: str, trust_remote_code: bool
-) -> list[str]:
-    """Return the command line of `engine`, from its own environment if that exists or else the PATH, for the target in `folder`,
-    which is a GGUF file for llama.cpp.
-
-    The flags keep SGLang and vLLM from taking top_k, top_p and penalties from the model's generation_config.json, which would
-    change the distribution of the answers. SGLang's processes meet on a port of their own, which it would take from the kernel
-    and bind a minute later: of eleven servers that started at once, one found it in use.
-    """
-    program: list[str]
-    engine_flags: dict[str, Any]
-    if engine == "llama.cpp":  # the file has the data type; --cache-ram 0: no cache of earlier prompts
-        return [locate_program(engine), "-m", folder, "--host", HOST, "--port", str(port), "--cache-ram", "0"]
-    program, engine_flags = {
-        "transformers": ([sys.executable, "-m", "transformers.cli.transformers", "serve"], {"--device": device}),
-        "sglang": ([locate_program("sglang"), "serve", "--model-path"], {"--sampling-defaults": "openai"}),
-        "vllm": ([locate_program("vllm"), "serve"], {"--generation-config": "vllm"}),
-    }[engine]
-    nccl_port = find_free_port() if engine == "sglang" else None
-    flags = {"--host": HOST, "--port": port, "--nccl-port": nccl_port, "--dtype": dtype, **engine_flags}
-    flags["--trust-remote-code"] = trust_remote_code
-    return [*program, folder, *format_flags(flags)]
-
-
-def build_slot_flags(slots: int, tokens: int, threads: int | None) -> dict[str, Any]:
-    """Return llama-server's flags of slots, a cache of that many tokens for all of them, and CPU threads.
-
-    By itself it takes a cache for the target's whole context. A prompt that spans several batches would be drafted from a row
-    that is overwritten (-b; docs/serving.md).
-    """
-    return {"-np": slots, "-c": tokens, "-b": tokens, "-t": threads, "-td": threads}
-
-
-def format_flags(flags: Mapping[str, Any]) -> list[str]:
-    """Return a command line's flags: one whose value is True has none, one of None or False is left out."""
-    used = {flag: value for flag, value in flags.items() if value is not None and value is not False}
-    return [word for flag, value in used.items() for word in ([flag] if value is True else [flag, str(value)])]
 
 
 def read_log_tail(log: Path, lines: int = 20) -> str:

@@ -1,11 +1,12 @@
 """Parser of one answer streamed as server-sent events: when tokens came, how many, and how the answer ended.
 
-Three protocols: SGLang's own `/generate`, llama.cpp's own `/completion`, and OpenAI's `/v1/completions` and
-`/v1/chat/completions`. Servers are asked to send the number of tokens so far with every chunk (`meta_info`,
+The messages of OpenAI's `/v1/completions` and `/v1/chat/completions` are read here, those of an engine's own protocol in its
+module. Servers are asked to send the number of tokens so far with every chunk (`meta_info`,
 `continuous_usage_stats`), since under speculation a chunk holds several; else the ids of a chunk are counted. Without either the
 times of pieces of text are known, not how many tokens they hold.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -13,18 +14,17 @@ import orjson
 from stages.cells.request_record import RequestRecord
 from stages.engines import http_session
 
+ReadMessage = Callable[["AnswerStream", dict[str, Any], float], None]  # reads a message that came at a time
 TOGETHER_S = 0.001  # llama.cpp writes each token of a cycle as a message of its own: those within it are one event
 
 
 class AnswerStream:
     """Parser of the answer to one request, into its record. Call `feed` with each piece of data, then `end`."""
 
-    def __init__(self, record: RequestRecord, path: str) -> None:
-        self.record = record
-        own = {"/generate": self._read_generate, "/completion": self._read_completion}
-        self._read_message = own.get(path, self._read_openai)
-        self._rest = b""
-        self._event_began, self._has_usage = 0.0, False
+    def __init__(self, record: RequestRecord, read: ReadMessage) -> None:
+        self.record, self.has_usage = record, False
+        self._read_message = read
+        self._rest, self._event_began = b"", 0.0
 
     def feed(self, data: bytes, now: float) -> None:
         """Parse what came. Raises ExchangeFailedError or RequestRefusedError if the stream holds an error."""
@@ -44,7 +44,7 @@ class AnswerStream:
             raise http_session.ExchangeFailedError("aborted", f"finish_reason {r.finish_reason!r}")
         if not r.events:
             raise http_session.ExchangeFailedError("empty", "an answer without a token")
-        r.is_counted = self._has_usage or r.has_token_counts
+        r.is_counted = self.has_usage or r.has_token_counts
         r.has_token_counts = r.is_counted and sum(tokens for _, tokens in r.events) == r.output_tokens
 
     def _read_line(self, line: bytes, now: float) -> None:
@@ -57,7 +57,7 @@ class AnswerStream:
             message = orjson.loads(data)
             if message.get("error"):
                 self._raise_error(message["error"])
-            self._read_message(message, now)
+            self._read_message(self, message, now)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise http_session.ExchangeFailedError(
                 "malformed", f"not a chunk of an answer ({error!r}): {data[:200]!r}"
@@ -69,53 +69,7 @@ class AnswerStream:
             raise http_session.RequestRefusedError(code, str(error.get("message")))
         raise http_session.ExchangeFailedError("error", str(error.get("message") if isinstance(error, dict) else error))
 
-    def _read_generate(self, message: dict[str, Any], now: float) -> None:
-        r, meta = self.record, message["meta_info"]
-        ids, text, total = message.get("output_ids") or [], message.get("text") or "", meta["completion_tokens"]
-        self._record_tokens(total, now)
-        # All ids so far, or with --incremental-streaming-output the new ones.
-        r.text, r.ids = (text, ids) if len(ids) == total else (r.text + text, r.ids + ids)
-        r.input_tokens = meta["prompt_tokens"]
-        if reason := meta.get("finish_reason"):
-            r.finish_reason, r.engine_meta = reason["type"], meta
-            if r.finish_reason == "abort":
-                raise http_session.ExchangeFailedError("aborted", str(reason.get("message")))
-
-    def _read_completion(self, message: dict[str, Any], now: float) -> None:
-        r = self.record
-        self._record_tokens(message["tokens_predicted"], now)
-        r.text, r.ids = r.text + message["content"], r.ids + message["tokens"]
-        r.input_tokens = message["tokens_evaluated"]
-        if message["stop"]:
-            r.finish_reason, r.engine_meta = http_session.LLAMA_CPP_REASONS[message["stop_type"]], message["timings"]
-            if len(r.ids) != r.output_tokens:  # it sends no id of a token that ends within a character
-                r.ids = []
-
-    def _read_openai(self, message: dict[str, Any], now: float) -> None:
-        r, usage, piece = self.record, message.get("usage"), ""
-        ids: list[int] = []
-        for choice in message.get("choices") or ():
-            delta = choice.get("delta") or choice
-            text = delta.get("content") or delta.get("text") or ""
-            piece = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
-            r.text += text
-            ids += choice.get("token_ids") or []
-            r.finish_reason = choice.get("finish_reason") or r.finish_reason
-        r.ids += ids
-        if usage:
-            r.input_tokens, self._has_usage = usage["prompt_tokens"], True
-            if r.has_token_counts:
-                self._record_tokens(usage["completion_tokens"], now)
-            r.output_tokens = usage["completion_tokens"]
-        elif ids:
-            self._record_tokens(r.output_tokens + len(ids), now)
-        elif piece:
-            r.has_token_counts = False
-            self._record_tokens(r.output_tokens + 1, now)
-        r.engine_meta |= (message.get("sglext") or {}).get("spec_tokens_details") or {}
-        r.engine_meta |= (message.get("metrics") or {}).get("speculative_decoding") or {}  # vLLM, with the usage
-
-    def _record_tokens(self, total: int, now: float) -> None:
+    def record_tokens(self, total: int, now: float) -> None:
         new_tokens = total - self.record.output_tokens
         if new_tokens < 0:
             raise ValueError(f"{total} tokens so far, after {self.record.output_tokens}")
@@ -128,3 +82,29 @@ class AnswerStream:
         else:
             self._event_began = now
             events.append((now, new_tokens))
+
+
+def read_openai(stream: AnswerStream, message: dict[str, Any], now: float) -> None:
+    """Read a message of `/v1/completions` or `/v1/chat/completions`."""
+    r, usage, piece = stream.record, message.get("usage"), ""
+    ids: list[int] = []
+    for choice in message.get("choices") or ():
+        delta = choice.get("delta") or choice
+        text = delta.get("content") or delta.get("text") or ""
+        piece = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
+        r.text += text
+        ids += choice.get("token_ids") or []
+        r.finish_reason = choice.get("finish_reason") or r.finish_reason
+    r.ids += ids
+    if usage:
+        r.input_tokens, stream.has_usage = usage["prompt_tokens"], True
+        if r.has_token_counts:
+            stream.record_tokens(usage["completion_tokens"], now)
+        r.output_tokens = usage["completion_tokens"]
+    elif ids:
+        stream.record_tokens(r.output_tokens + len(ids), now)
+    elif piece:
+        r.has_token_counts = False
+        stream.record_tokens(r.output_tokens + 1, now)
+    r.engine_meta |= (message.get("sglext") or {}).get("spec_tokens_details") or {}
+    r.engine_meta |= (message.get("metrics") or {}).get("speculative_decoding") or {}  # vLLM, with the usage

@@ -19,28 +19,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import orjson
 
 from stages.cells.request_record import RequestRecord
-from stages.engines import http_session, spec_counters
+from stages.engines import http_session, registry
+from stages.engines.protocol import BuiltRequest, LoadRequest, ServingEngine
 from stages.engines.sse import AnswerStream
 
-FLUSH_TIMEOUT_S = 30  # until a server is idle, so that it may drop its cache
 ENDING_CHECKS, ENDING_PAUSE_S = 6, 0.5  # of a server that fails the whole warm-up
-
-
-@dataclass(frozen=True)
-class LoadRequest:
-    """A request to send."""
-
-    id: str
-    prompt: list[int] | list[dict[str, Any]]  # token ids, or messages
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int | None
-    ignore_eos: bool  # generate max_tokens, past end tokens
-    engine_fields: dict[str, Any] = field(default_factory=dict)  # of the body, known to this engine only: image_data
 
 
 @dataclass(frozen=True)
@@ -80,7 +65,8 @@ async def run_load(
     warmup: list[LoadRequest],
     section: str,
     key: str | None = None,
-    engine: str | None = None,
+    engine: ServingEngine | None = None,
+    num_steps: int | None = None,
     check: Callable[[], None] = lambda: None,
     on_request_end: Callable[[], object] = lambda: None,
 ) -> LoadResult:
@@ -89,6 +75,7 @@ async def run_load(
     Args:
         request_timeout_s: from sending a request to its last byte.
         section: of params.yaml, for messages.
+        num_steps: of the draft; None without one.
         check: called after a failed connection; may raise ValueError.
 
     Raises:
@@ -96,7 +83,7 @@ async def run_load(
     """
     async with http_session.HttpSession(model, request_timeout_s, section, key) as http:
         try:
-            engine = engine or await http.identify_engine(url)
+            engine = engine or await registry.identify_engine(http, url)
         except http_session.ExchangeFailedError as error:
             raise ValueError(f"{url} can't be asked: {error}; is it running? Correct {section}.base_urls") from None
         warmed = await LoadGenerator(http, url, engine, check).send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
@@ -108,15 +95,12 @@ async def run_load(
             raise ValueError(
                 f"{url} failed all {len(failed)} requests of the warm-up, the first: {failed[0].failure_message}"
             )
-        if engine == "sglang":
-            await _flush_cache(http, url)
-        generator = LoadGenerator(http, url, engine, check, on_request_end)
+        await engine.begin_load(http, url)
+        generator = LoadGenerator(http, url, engine, check, on_request_end, num_steps)
         records = await generator.send(requests, arrivals)
         warmup_failed = dict(sorted(Counter(str(r.failure_reason) for r in failed).items()))
-        found = LoadResult(engine, records, generator.max_in_flight, warmup_failed, generator.counting_errors)
-        if engine == "sglang":
-            found.engine_figures = await _fetch_engine_figures(http, url)
-    return found
+        figures = await engine.fetch_figures(http, url)
+    return LoadResult(engine.name, records, generator.max_in_flight, warmup_failed, generator.counting_errors, figures)
 
 
 @dataclass
@@ -125,9 +109,10 @@ class LoadGenerator:
 
     http: http_session.HttpSession
     url: str
-    engine: str
+    engine: ServingEngine
     check: Callable[[], None]
     on_request_end: Callable[[], object] = lambda: None
+    num_steps: int | None = None
     max_in_flight: int = 0
     counting_errors: list[str] = field(default_factory=list)
     _in_flight: int = 0
@@ -135,36 +120,34 @@ class LoadGenerator:
     async def send(self, requests: list[LoadRequest], arrivals: Arrivals) -> list[RequestRecord]:
         """Return a record of each request. Requests in flight are dropped when this is cancelled."""
         # Bodies are built before the clock runs.
-        ready = [(request, *build_request(request, self.engine, self.http.model)) for request in requests]
+        ready = [(request, self.engine.build_request(request, self.http.model)) for request in requests]
         gate = asyncio.Semaphore(arrivals.concurrency) if arrivals.concurrency else contextlib.nullcontext()
         with _suspend_garbage_collection():
             due = time.perf_counter() + arrivals.sample_due_s(len(requests))
             with http_session.raise_first_error():
                 async with asyncio.TaskGroup() as group:
                     tasks = []
-                    for (request, path, body), due_s in zip(ready, due.tolist(), strict=True):
+                    for (request, built), due_s in zip(ready, due.tolist(), strict=True):
                         if (wait_s := due_s - time.perf_counter()) > 0:
                             await asyncio.sleep(wait_s)
-                        tasks.append(group.create_task(self._send_in_turn(gate, request, path, body, due_s)))
+                        tasks.append(group.create_task(self._send_in_turn(gate, request, built, due_s)))
         return [task.result() for task in tasks]
 
-    async def _send_in_turn(self, gate: Any, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
+    async def _send_in_turn(self, gate: Any, request: LoadRequest, built: BuiltRequest, due: float) -> RequestRecord:
         async with gate:
             self._in_flight += 1
             self.max_in_flight = max(self.max_in_flight, self._in_flight)
             try:
-                return await self._send_request(request, path, body, due)
+                return await self._send_request(request, built, due)
             finally:
                 self._in_flight -= 1
                 self.on_request_end()
 
-    async def _send_request(self, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
+    async def _send_request(self, request: LoadRequest, built: BuiltRequest, due: float) -> RequestRecord:
         record = RequestRecord(request.id, due, sent=time.perf_counter())
-        stream, headers = AnswerStream(record, path), {"Content-Type": "application/json"}
-        if path == "/completion":  # llama.cpp ends a connection after some answers, and does not say so before
-            headers["Connection"] = "close"
+        stream = AnswerStream(record, built.read)
         try:
-            async with self.http.open(self.url, "POST", path, data=body, headers=headers) as response:
+            async with self.http.open(self.url, "POST", built.path, data=built.body, headers=built.headers) as response:
                 if response.status != 200:
                     self.http.check(self.url, await http_session.read_reply(response))
                 async for data in response.content.iter_any():
@@ -177,61 +160,10 @@ class LoadGenerator:
             self.check()
         elif not record.failure_reason and record.is_counted:
             try:
-                record.counts = spec_counters.count_request(record.engine_meta, record.output_tokens)
+                record.counts = self.engine.count_request(record.engine_meta, record.output_tokens, self.num_steps)
             except ValueError as error:
                 self.counting_errors.append(f"{record.id}: {error}")
         return record
-
-
-def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, bytes]:
-    """Return (path, body). SGLang and llama.cpp get their own protocols if possible: only there they report accepted drafts.
-
-    Raises:
-        ValueError: if the engine doesn't take such a request.
-    """
-    has_token_ids = bool(request.prompt) and isinstance(request.prompt[0], int)
-    top_k = {} if request.top_k is None else {"top_k": request.top_k}
-    if has_token_ids and engine == "sglang":
-        sampling = {
-            "max_new_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "ignore_eos": request.ignore_eos,
-            **top_k,
-        }
-        body = {"input_ids": request.prompt, "sampling_params": sampling, "stream": True, **request.engine_fields}
-        return "/generate", orjson.dumps(body)
-    if has_token_ids and engine == "llama.cpp":
-        sampling = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k or 0, "min_p": 0}
-        body = {
-            "prompt": request.prompt, "n_predict": request.max_tokens, "ignore_eos": request.ignore_eos, "stream": True,
-            "return_tokens": True, "cache_prompt": False, **sampling,
-        }  # fmt: skip
-        return "/completion", orjson.dumps(body)
-    extensions: dict[str, Any] = {"ignore_eos": request.ignore_eos, **top_k}
-    if engine == "sglang":
-        extensions["return_spec_tokens_details"] = True  # ignored by SGLang up to 0.5.17
-    elif engine == "vllm":
-        extensions["return_token_ids"] = True
-    else:
-        if request.ignore_eos or top_k or (has_token_ids and engine == "transformers"):
-            feature = "ignore_eos" if request.ignore_eos else "top_k" if top_k else "token ids as prompts"
-            raise ValueError(
-                f"{request.id}: expected an engine that takes {feature}, found {engine}; ask without, or use sglang or vllm"
-            )
-        extensions = {}
-    body = {
-        "model": model,
-        "prompt" if has_token_ids else "messages": request.prompt,
-        "max_tokens": request.max_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        **extensions,
-        **request.engine_fields,
-    }
-    return "/v1/completions" if has_token_ids else "/v1/chat/completions", orjson.dumps(body)
 
 
 @contextlib.contextmanager
@@ -254,27 +186,3 @@ def _suspend_garbage_collection() -> Iterator[None]:
 def _has_frozen_objects() -> bool:
     """Return whether objects were frozen before the first load; asked once, since counting a million takes 40 ms."""
     return gc.get_freeze_count() > 0
-
-
-async def _flush_cache(http: http_session.HttpSession, url: str) -> None:
-    """Flush SGLang's cache, so that no prompt finds its beginning there and its own averages are of this load."""
-    try:
-        reply = await http.send(url, "POST", f"/flush_cache?timeout={FLUSH_TIMEOUT_S}", within_s=FLUSH_TIMEOUT_S + 10)
-    except http_session.ExchangeFailedError as error:
-        raise ValueError(f"{url} did not flush its cache: {error}; see to the server and run again") from None
-    if reply.status != 200:
-        raise ValueError(
-            f"{url} did not flush its cache: HTTP {reply.status} {reply.excerpt()}; expected no running requests after the "
-            "warm-up. Does another client use it?"
-        )
-
-
-async def _fetch_engine_figures(http: http_session.HttpSession, url: str) -> dict[str, Any]:
-    """Return SGLang's mean accept length since the flush, if it speculates. It lags, unless --decode-log-interval is 1."""
-    try:
-        reply = await http.send(url, "GET", "/server_info")
-        state = orjson.loads(reply.body)["internal_states"][0] if reply.status == 200 else {}
-    except (http_session.ExchangeFailedError, ValueError, KeyError, IndexError, TypeError):
-        return {}
-    length = state.get("avg_spec_accept_length")
-    return {} if length is None else {"avg_spec_accept_length": length}

@@ -9,8 +9,9 @@ from typing import Any
 import polars as pl
 
 from stages.cells import request_record
-from stages.engines import engine_flags, http_session
-from stages.measuring.load_generator import LoadRequest, LoadResult
+from stages.engines import http_session, registry
+from stages.engines.protocol import LoadRequest, ServerSetup, ServingEngine
+from stages.measuring.load_generator import LoadResult
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.prompts import workload_prompts
@@ -31,9 +32,13 @@ class ServedCellContext:
     warmup_prompts: pl.DataFrame
     manifest: manifest.TargetManifest
     target_folder: Path
-    setup: engine_flags.ServerSetup
+    setup: ServerSetup
     image_processor: vision.CachedImageProcessor | None
     simulated_answers: Mapping[tuple[str, int], int] | None = None  # tokens by prompt and length: simulated_answers.py
+
+    @property
+    def engine(self) -> ServingEngine:
+        return registry.get(self.params.benchmark_served.engine)
 
     @cached_property
     def api_key(self) -> str | None:

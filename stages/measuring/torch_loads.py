@@ -13,10 +13,10 @@ from typing import cast
 import torch
 
 from stages.cells.cell import PLAIN, SPECULATIVE
+from stages.cells.points import MIN_JUDGED_CYCLES
 from stages.cells.request_record import AcceptanceCounts, RequestRecord
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.measuring import torch_context
-from stages.measuring.load_checks import MIN_JUDGED_CYCLES
 from stages.measuring.torch_context import QuestionTurn, TorchCellContext
 from stages.params.tree_shape import Load
 from stages.prompts import workload_prompts

@@ -5,6 +5,7 @@ entry here and its name in the options below, a module there, and its line in th
 """
 
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,7 @@ class EngineFacts:
 
     name: str  # as params.yaml and cells have it
     title: str  # as its authors write it
-    program: str = ""  # that starts its server; "": none of its own
+    program: str = ""  # that starts its server; "": this Python, with its package
     modules: tuple[str, ...] = ()  # that cells of other engines import and never run
     serves_drafts: bool = True  # as benchmark_served.engine
     is_in_process: bool = False
@@ -72,19 +73,19 @@ ENGINES = {
         TORCH,
         EngineFacts(
             "sglang", "SGLang", "sglang",
-            modules=("stages/engines/server_startup/sglang_vision_patch.py",),
+            modules=("stages/engines/sglang.py", "stages/engines/server_startup/sglang_vision_patch.py"),
             runs="trees of at least num_steps + 1 draft tokens", explain_tree=_explain_tree, own_families={"ngram": None},
         ),
         EngineFacts(
-            "vllm", "vLLM", "vllm", tells_version=True, own_families={"ngram": None}
+            "vllm", "vLLM", "vllm", modules=("stages/engines/vllm.py",), tells_version=True, own_families={"ngram": None}
         ),
         EngineFacts(
             "llama.cpp", "llama.cpp", "llama-server",
-            modules=("stages/engines/gguf_files.py",), loads_quantised=True,
+            modules=("stages/engines/llama_cpp.py", "stages/engines/gguf_files.py"), loads_quantised=True,
             own_families={"ngram": _explain_ngram},
         ),
         EngineFacts(
-            "transformers", "transformers", serves_drafts=False
+            "transformers", "transformers", modules=("stages/engines/transformers_serve.py",), serves_drafts=False
         ),
     )
 }  # fmt: skip
@@ -103,7 +104,7 @@ def list_environments(engine: str) -> list[Path]:
 
 def find_program(engine: str, program: str = "") -> str | None:
     """Return the path of a program of the engine, by default its server: in its own environment, else on the PATH."""
-    program = program or ENGINES[engine].program
+    program = program or ENGINES[engine].program or sys.executable
     paths = [folder / "bin" / program for folder in list_environments(engine)]
     return next((str(path) for path in paths if path.exists()), shutil.which(program))
 

@@ -356,13 +356,19 @@ def list_family_modules(stage: str, families: Collection[DraftFamily]) -> set[st
 
 def _list_left_out(params: Params, instance: Instance) -> set[str]:
     """Return the modules that the instance imports and that change nothing of what it makes."""
-    if instance.stage in WATCHING_CODE:
-        return {WATCHING_CODE[instance.stage]}
-    if not instance.stage.startswith(("benchmark_served", "serving_costs")):
-        return set()
-    return {
-        file for engine in ENGINES.values() if engine.name != params.benchmark_served.engine for file in engine.modules
-    }
+    others = ENGINES.keys() - _list_engines(params, instance.stage)
+    watching = {WATCHING_CODE[instance.stage]} if instance.stage in WATCHING_CODE else set()
+    return watching | {file for name in others for file in ENGINES[name].modules}
+
+
+def _list_engines(params: Params, stage: str) -> Collection[str]:
+    """Return the engines whose modules a stage may run; all, where a running server says which it is."""
+    if stage.startswith(("benchmark_served", "serving_costs")):
+        return {params.benchmark_served.engine}
+    sampling = params.sample_target
+    if stage == "sample_target" and (sampling.backend != "server" or sampling.server.launch):
+        return {sampling.server.launch} if sampling.backend == "server" and sampling.server.launch else ()
+    return ENGINES
 
 
 def list_families(params: Params, instance: Instance) -> list[DraftFamily]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stages.engines.gpu_memory import list_visible_gpus
-from stages.engines.server import ServerGroup, ServerProcess, build_server_command
+from stages.engines.protocol import ServingEngine
+from stages.engines.server import ServerGroup, ServerProcess
 from stages.runtime.free_port import find_free_port
 from stages.runtime.machine import list_named_gpus
 
@@ -21,7 +22,7 @@ PARALLEL_FLAGS = {
 
 
 def plan_replicas(
-    engine: str,
+    engine: ServingEngine,
     folder: str,
     dtype: str,
     device: str,
@@ -40,12 +41,12 @@ def plan_replicas(
     for index, gpus in enumerate(groups):
         port = find_free_port()
         kind = device.partition(":")[0]  # the only GPU it sees is its first
-        line = build_server_command(engine, folder, port, dtype, kind, trust_remote_code) + list(launch_args)
-        log = logs / (f"{engine}_server.log" if len(groups) == 1 else f"{engine}_server_{index}.log")
+        line = engine.build_command(folder, port, dtype, kind, trust_remote_code) + list(launch_args)
+        log = logs / (f"{engine.name}_server.log" if len(groups) == 1 else f"{engine.name}_server_{index}.log")
         placement = f" on GPU {gpus}" if gpus else ""
-        print(f"starting {engine} on port {port}{placement}; its log is {log}", flush=True)
+        print(f"starting {engine.name} on port {port}{placement}; its log is {log}", flush=True)
         servers.append(
-            ServerProcess(engine, line, port, log, timeout_s, restarts=MAX_RESTARTS, threads=threads, gpus=gpus)
+            ServerProcess(engine.name, line, port, log, timeout_s, restarts=MAX_RESTARTS, threads=threads, gpus=gpus)
         )
     return ServerGroup(servers)
 

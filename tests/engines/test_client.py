@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from stages.engines import client, http_session
+from stages.engines.chat_answer import ChatAnswer
+from stages.engines.protocol import SamplingOptions
 from tests.engines.misbehaving_server import Fake, completion, echo
 
 BODY = {"messages": [{"role": "user", "content": "hello"}], "seed": 1}
@@ -63,11 +65,14 @@ def test_a_server_of_another_model_is_refused_before_anything_is_asked() -> None
 
 
 def test_an_engine_is_known_by_its_models_and_gets_its_own_fields() -> None:
-    fields = {"vllm": {"return_token_ids": True}, "sglang": {"top_k": -1}, "llama.cpp": {"prompt": [1, 2]}}
+    plain = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    by_id = {"prompt": [1, 2], "repeat_penalty": 1.0, "return_tokens": True, "cache_prompt": False}
+    fields = {"vllm": {**plain, "return_token_ids": True, "tool_choice": "none"}, "llama.cpp": plain | by_id}
+    options = SamplingOptions([1, 2], False, True, 0.0, 8, [0], 0)
 
-    async def run(url: str) -> client.ChatAnswer:
+    async def run(url: str) -> ChatAnswer:
         async with client.ChatClient([url], "tiny", 4, 1.0, 2) as http:
-            return await http.complete(BODY, fields)
+            return await http.complete(BODY, options)
 
     of_llama_cpp = {"content": "hi", "tokens": [4, 5], "stop_type": "eos", "tokens_evaluated": 2, "tokens_predicted": 2}
     of_vllm = completion("hi", choice={"token_ids": [4, 5]}, prompt_token_ids=[1, 2])
@@ -100,7 +105,7 @@ def test_a_failing_server_is_avoided_and_used_again_once_it_answers() -> None:
     down = {"now": True}
     with Fake(lambda b, n: 500 if down["now"] else echo(b, n)) as failing, Fake(delay_s=0.01) as healthy:
         answers, http = send_requests([failing.url, healthy.url], make_bodies(100), first_backoff_s=60.0)
-        assert all(isinstance(a, client.ChatAnswer) for a in answers)
+        assert all(isinstance(a, ChatAnswer) for a in answers)
         # 8 of the 16 at once go there first; after three failures in a row nobody else does.
         assert len(failing.bodies) <= 16
         down["now"] = False
@@ -157,6 +162,4 @@ def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.Mo
     with Fake() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         (answer,), _ = send_requests(["http://nowhere.invalid:8000"], [BODY])
-    assert isinstance(answer, ValueError | client.ChatAnswer) and proxy.paths[0].startswith(
-        "http://nowhere.invalid:8000/"
-    )
+    assert isinstance(answer, ValueError | ChatAnswer) and proxy.paths[0].startswith("http://nowhere.invalid:8000/")

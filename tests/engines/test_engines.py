@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from stages.engines import engine_flags, versions
+from stages.engines import registry, versions
+from stages.engines.protocol import ServedDraft, ServerSetup, describe_draft
 from stages.params.families import EAGLE3, FAMILIES
 from stages.params.tree_shape import TreeShape
 
-SETUP = engine_flags.ServerSetup(
+SETUP = ServerSetup(
     "sglang", "/models/t", "bfloat16", "cuda", False, 2, 0.85, 65536, 64, 4096, True, ("--attention-backend", "triton")
 )
-DRAFT = engine_flags.ServedDraft("/drafts/e9/draft", "EAGLE3", 5, 8, 32, EAGLE3)
+DRAFT = ServedDraft("/drafts/e9/draft", "EAGLE3", 5, 8, 32, EAGLE3)
 
 
 def flag(words: list[str], name: str) -> str:
@@ -24,42 +25,40 @@ def flag(words: list[str], name: str) -> str:
 
 def test_the_command_lines_of_seed_002() -> None:
     """Section 2.3: baseline and EAGLE3, but with the algorithm that an EAGLE-3 draft needs."""
-    plain = engine_flags.build_setup_command(SETUP, 30000, [])
+    plain = registry.get("sglang").build_setup_command(SETUP, 30000, [])
     assert plain[:4] == ["sglang", "serve", "--model-path", "/models/t"]
     assert flag(plain, "--tp-size") == "2" and flag(plain, "--max-total-tokens") == "65536"
     assert flag(plain, "--mem-fraction-static") == "0.85" and "--enable-torch-compile" in plain
     assert flag(plain, "--max-running-requests") == flag(plain, "--cuda-graph-max-bs-decode") == "64"
     assert plain[-2:] == ["--attention-backend", "triton"]  # the user's own come last, so that they win
-    flags = engine_flags.build_speculation_flags("sglang", DRAFT, {})
+    flags = registry.get("sglang").build_speculation_flags(DRAFT, {})
     assert flag(flags, "--speculative-algorithm") == "EAGLE3"
     shape = [flag(flags, f"--speculative-{x}") for x in ("num-steps", "eagle-topk", "num-draft-tokens")]
     assert shape == ["5", "8", "32"]
 
 
 def test_vllm_is_told_of_a_chain_in_json() -> None:
-    setup = engine_flags.ServerSetup("vllm", "/models/t", "bfloat16", "cuda", False, 1, 0.9, 1000, 8, None, False, ())
-    line = engine_flags.build_setup_command(setup, 8000, ["/env/bin/vllm", "serve"])
+    setup = ServerSetup("vllm", "/models/t", "bfloat16", "cuda", False, 1, 0.9, 1000, 8, None, False, ())
+    line = registry.get(setup.engine).build_setup_command(setup, 8000, ["/env/bin/vllm", "serve"])
     assert line[:3] == ["/env/bin/vllm", "serve", "/models/t"] and "--no-enable-prefix-caching" in line
     assert flag(line, "--num-gpu-blocks-override") == "63"  # of 16 tokens each, rounded up
-    (_, flags) = engine_flags.build_speculation_flags(
-        "vllm", engine_flags.ServedDraft("/d", "EAGLE3", 5, 1, 6, EAGLE3), {}
-    )
+    (_, flags) = registry.get("vllm").build_speculation_flags(ServedDraft("/d", "EAGLE3", 5, 1, 6, EAGLE3), {})
     assert json.loads(flags) == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 5}
 
 
 def test_llama_cpp_is_told_of_a_chain_and_of_n_grams() -> None:
-    setup = engine_flags.ServerSetup("llama.cpp", "t.gguf", "float32", "cpu", False, 1, 0.9, None, 8, None, False, ())
-    line = engine_flags.build_setup_command(setup, 8000, ["/env/bin/llama-server"])
+    setup = ServerSetup("llama.cpp", "t.gguf", "float32", "cpu", False, 1, 0.9, None, 8, None, False, ())
+    line = registry.get(setup.engine).build_setup_command(setup, 8000, ["/env/bin/llama-server"])
     assert line[:3] == ["/env/bin/llama-server", "-m", "t.gguf"] and flag(line, "--port") == "8000"
-    draft = engine_flags.ServedDraft("d.gguf", "DSPARK", 5, 1, 6, FAMILIES["dspark"])
-    flags = engine_flags.build_speculation_flags("llama.cpp", draft, {})
+    draft = ServedDraft("d.gguf", "DSPARK", 5, 1, 6, FAMILIES["dspark"])
+    flags = registry.get("llama.cpp").build_speculation_flags(draft, {})
     assert [flag(flags, f"--spec-{name}") for name in ("type", "draft-n-max", "draft-p-min")] == [
         "draft-dspark",
         "5",
         "0",
     ]
-    looked_up = engine_flags.ServedDraft("", "", 8, 1, 9, FAMILIES["ngram"], 3)
-    flags = engine_flags.build_speculation_flags("llama.cpp", looked_up, {})
+    looked_up = ServedDraft("", "", 8, 1, 9, FAMILIES["ngram"], 3)
+    flags = registry.get("llama.cpp").build_speculation_flags(looked_up, {})
     assert (flag(flags, "--spec-ngram-simple-size-n"), flag(flags, "--spec-ngram-simple-size-m")) == ("3", "8")
 
 
@@ -76,8 +75,8 @@ def test_llama_cpp_is_told_of_a_chain_and_of_n_grams() -> None:
 def test_what_an_engine_cannot_run_is_explained(
     engine: str, tree: tuple[int, int, int], config: dict[str, Any], problem: str
 ) -> None:
-    assert re.search(problem, engine_flags.explain_unsupported(engine, TreeShape(*tree), config) or "")
-    assert engine_flags.explain_unsupported(engine, TreeShape(5, 1, 6), {"model_type": "llama"}) is None
+    assert re.search(problem, registry.get(engine).explain_unsupported(TreeShape(*tree), config) or "")
+    assert registry.get(engine).explain_unsupported(TreeShape(5, 1, 6), {"model_type": "llama"}) is None
 
 
 BLOCKS = {
@@ -89,42 +88,39 @@ BLOCKS = {
 def test_dflash2_needs_engines_that_know_it() -> None:
     """SGLang 0.5.17 skips its tensors in silence."""
     config = {"architectures": ["DFlash2DraftModel"], "block_size": 16}
-    reason = engine_flags.explain_old_version("sglang", "0.5.17", config)
+    reason = registry.get("sglang").explain_old_version("0.5.17", config)
     assert reason == "sglang 0.5.17 does not know DFlash2DraftModel, expected 0.5.23 or later"
-    firsts = [engine_flags.find_first_version(engine, config) for engine in ("sglang", "vllm", "llama.cpp")]
-    assert firsts == ["0.5.23", "0.33", None]
-    assert "0.33 or later" in str(engine_flags.explain_old_version("vllm", "0.26.0", config))
+    changes = [registry.get(engine).find_change(config) for engine in ("sglang", "vllm", "llama.cpp")]
+    assert [change and change.first_version for change in changes] == ["0.5.23", "0.33", None]
+    assert "0.33 or later" in str(registry.get("vllm").explain_old_version("0.26.0", config))
     for engine, version in (("sglang", "0.5.23"), ("sglang", None), ("vllm", "0.33.0")):
-        assert engine_flags.explain_old_version(engine, version, config) is None
-    assert engine_flags.explain_old_version("sglang", "0.5.17", {"architectures": ["DFlashDraftModel"]}) is None
-    assert engine_flags.find_first_version("sglang", {"architectures": ["DFlashDraftModel"]}) is None
-    assert engine_flags.explain_unsupported("sglang", TreeShape(15, 1, 16), config) is None
+        assert registry.get(engine).explain_old_version(version, config) is None
+    assert registry.get("sglang").explain_old_version("0.5.17", {"architectures": ["DFlashDraftModel"]}) is None
+    assert registry.get("sglang").find_change({"architectures": ["DFlashDraftModel"]}) is None
+    assert registry.get("sglang").explain_unsupported(TreeShape(15, 1, 16), config) is None
 
 
 @pytest.mark.parametrize(
-    ("engine", "algorithm", "flags", "environment", "top_k", "samples"),
+    ("engine", "algorithm", "flags", "environment", "samples"),
     [
-        ("sglang", "DSPARK", [], {}, None, True),
-        ("sglang", "DSPARK", [], {}, 20, True),
-        ("sglang", "DSPARK", [], {}, 1, False),
-        ("sglang", "DSPARK", [], {"SGLANG_DSPARK_USE_GREEDY_DRAFT": "1"}, None, False),
-        ("sglang", "DSPARK", [], {"SGLANG_DSPARK_USE_GREEDY_DRAFT": "0"}, None, True),
-        ("sglang", "DFLASH", [], {}, None, False),
-        ("sglang", "DFLASH2", [], {}, None, True),
-        ("sglang", "DFLASH2", [], {}, 1, False),
-        ("sglang", "EAGLE3", [], {}, None, False),
-        ("sglang", "EAGLE3", ["--speculative-use-rejection-sampling"], {}, None, True),
-        ("vllm", "DSPARK", ["--speculative-config", '{"method": "dspark"}'], {}, None, False),
-        ("vllm", "DFLASH", ["--speculative-config", '{"draft_sample_method": "greedy"}'], {}, None, False),
-        ("vllm", "DFLASH", ["--speculative-config", '{"draft_sample_method":"probabilistic"}'], {}, None, True),
-        ("vllm", "DSPARK", ["--speculative-config.draft_sample_method", "probabilistic"], {}, None, True),
+        ("sglang", "DSPARK", [], {}, True),
+        ("sglang", "DSPARK", [], {"SGLANG_DSPARK_USE_GREEDY_DRAFT": "1"}, False),
+        ("sglang", "DSPARK", [], {"SGLANG_DSPARK_USE_GREEDY_DRAFT": "0"}, True),
+        ("sglang", "DFLASH", [], {}, False),
+        ("sglang", "DFLASH2", [], {}, True),
+        ("sglang", "EAGLE3", [], {}, False),
+        ("sglang", "EAGLE3", ["--speculative-use-rejection-sampling"], {}, True),
+        ("vllm", "DSPARK", ["--speculative-config", '{"method": "dspark"}'], {}, False),
+        ("vllm", "DFLASH", ["--speculative-config", '{"draft_sample_method": "greedy"}'], {}, False),
+        ("vllm", "DFLASH", ["--speculative-config", '{"draft_sample_method":"probabilistic"}'], {}, True),
+        ("vllm", "DSPARK", ["--speculative-config.draft_sample_method", "probabilistic"], {}, True),
     ],
 )
 def test_whether_an_engine_samples_drafts(
-    engine: str, algorithm: str, flags: list[str], environment: dict[str, str], top_k: int | None, samples: bool
+    engine: str, algorithm: str, flags: list[str], environment: dict[str, str], samples: bool
 ) -> None:
-    draft = engine_flags.ServedDraft("draft", algorithm.removesuffix("2"), 7, 1, 8, FAMILIES[algorithm.lower()])
-    assert engine_flags.samples_drafts(engine, draft, flags, environment, top_k) == samples
+    draft = ServedDraft("draft", algorithm.removesuffix("2"), 7, 1, 8, FAMILIES[algorithm.lower()])
+    assert registry.get(engine).samples_drafts(draft, flags, environment) == samples
 
 
 @pytest.mark.parametrize("algorithm", BLOCKS)
@@ -132,16 +128,16 @@ def test_whether_an_engine_samples_drafts(
 def test_a_block_draft_is_launched_at_its_full_width_alone(engine: str, algorithm: str) -> None:
     """Both blocks draft 7 tokens: DFlash's first slot drafts nothing."""
     config = BLOCKS[algorithm]
-    assert engine_flags.explain_unsupported(engine, TreeShape(7, 1, 8), config) is None
+    assert registry.get(engine).explain_unsupported(TreeShape(7, 1, 8), config) is None
     for tree, problem in (
         ((7, 2, 8), "engines verify chains only"),
         ((2, 2, 6), "this tree has topk 2"),
         ((6, 1, 7), "has 7 drafts and this chain 6.*take t7_1_8"),
         ((8, 1, 9), "has 7 drafts and this chain 8.*take t7_1_8"),
     ):
-        assert re.search(problem, engine_flags.explain_unsupported(engine, TreeShape(*tree), config) or "")
-    draft = engine_flags.describe_draft("/d", config, TreeShape(7, 1, 8), "EAGLE3")
-    flags = engine_flags.build_speculation_flags(engine, draft, config)
+        assert re.search(problem, registry.get(engine).explain_unsupported(TreeShape(*tree), config) or "")
+    draft = describe_draft("/d", config, TreeShape(7, 1, 8), "EAGLE3")
+    flags = registry.get(engine).build_speculation_flags(draft, config)
     if engine == "sglang":
         assert flags == [
             "--speculative-algorithm", algorithm, "--speculative-draft-model-path", "/d",
@@ -175,10 +171,10 @@ TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_nu
 )
 def test_a_server_with_other_settings_is_refused(info: dict[str, Any], draft: Any, problem: str | None) -> None:
     if problem is None:
-        engine_flags.check_server_info(info, draft, 64, 1500)
+        registry.get("sglang").check_info(info, draft, 64, 1500)
         return
     with pytest.raises(ValueError, match=problem):
-        engine_flags.check_server_info(info, draft, 64, 1500)
+        registry.get("sglang").check_info(info, draft, 64, 1500)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +188,7 @@ def test_a_server_with_other_settings_is_refused(info: dict[str, Any], draft: An
     ],
 )
 def test_a_flag_has_the_name_that_its_version_knows(version: str | None, name: str) -> None:
-    line = engine_flags.build_setup_command(SETUP, 1, [], version)
+    line = registry.get("sglang").build_setup_command(SETUP, 1, [], version)
     assert [word for word in line if word.startswith("--cuda-graph-max-bs")] == [name] and flag(line, name) == "64"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stages.engines import server
+from stages.engines import registry, server
 from stages.runtime import free_port
 from tests.conftest import has_ended
 
@@ -157,7 +157,7 @@ def test_a_server_whose_port_is_taken_is_ended_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["transformers", "sglang", "vllm"])
 def test_every_command_stays_on_loopback_and_off_the_models_own_settings(engine: str) -> None:
-    words = server.build_server_command(engine, "/models/t", 8123, "bfloat16", "cuda", True)
+    words = registry.get(engine).build_command("/models/t", 8123, "bfloat16", "cuda", True)
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert words[words.index("--port") + 1] == "8123"
     assert words[words.index("--dtype") + 1] == "bfloat16"

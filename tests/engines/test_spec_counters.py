@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stages.engines import spec_counters
+from stages.engines import registry
 
 
 def engine(rng: random.Random, depth: int, limit: int, retractions: int) -> tuple[dict[str, Any], int, int, int]:
@@ -34,7 +34,7 @@ def engine(rng: random.Random, depth: int, limit: int, retractions: int) -> tupl
 def test_drafts_beyond_the_end_are_left_out(seed: int) -> None:
     rng = random.Random(seed)
     figures, tokens, accepted, cycles = engine(rng, rng.randint(1, 10), rng.randint(2, 60), rng.randint(0, 1))
-    found = spec_counters.count_request(figures, tokens)
+    found = registry.get("sglang").count_request(figures, tokens, 3)
     assert found and (found.cycles, found.accepted) == (cycles, accepted)
     assert found.clipped and found.histogram == figures["spec_correct_drafts_histogram"]
 
@@ -50,4 +50,4 @@ def test_drafts_beyond_the_end_are_left_out(seed: int) -> None:
 )
 def test_figures_that_do_not_add_up_are_refused(figures: dict[str, Any], tokens: int) -> None:
     with pytest.raises(ValueError, match="don't add up"):
-        spec_counters.count_request(figures, tokens)
+        registry.get("llama.cpp" if "predicted_n" in figures else "sglang").count_request(figures, tokens, 3)

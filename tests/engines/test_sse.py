@@ -7,11 +7,15 @@ import pytest
 
 from stages.cells import request_record
 from stages.cells.request_record import RequestRecord
-from stages.engines import http_session, spec_counters
-from stages.engines.sse import AnswerStream
+from stages.engines import http_session, registry
+from stages.engines.llama_cpp import read_completion
+from stages.engines.sglang import read_generate
+from stages.engines.sse import AnswerStream, read_openai
 from stages.measuring import load_checks
 from stages.measuring.load_generator import LoadResult
 
+LLAMA_CPP = registry.get("llama.cpp")
+READERS = {"/generate": read_generate, "/completion": read_completion}
 WHOLE = 10**9  # bytes of a read that has all of a stream
 
 
@@ -33,7 +37,7 @@ def native(text: str, ids: list[int], total: int, finish: Any = None, **meta: An
 
 
 def read(data: bytes, path: str = "/v1/completions", size: int = WHOLE) -> RequestRecord:
-    stream = AnswerStream(RequestRecord("a"), path)
+    stream = AnswerStream(RequestRecord("a"), READERS.get(path, read_openai))
     for index, start in enumerate(range(0, len(data), size)):
         stream.feed(data[start : start + size], float(index))
     stream.end(99.0)
@@ -86,17 +90,16 @@ def test_llama_cpps_answer_has_its_counts_and_no_ids_where_some_were_not_sent() 
     assert (whole.text, whole.ids, whole.finish_reason, whole.input_tokens) == ("ééééé", [7] * 5, "stop", 3)
     cut = read(sse(llama_cpp("a", [7], 1), llama_cpp("é", [9], 5), end), "/completion")
     assert (cut.text, cut.ids, cut.output_tokens) == ("aé", [], 5)
-    assert spec_counters.count_request(cut.engine_meta, 5) == (2, 2, True, [])
-    counts = spec_counters.count_request({"predicted_n": 5}, 5)
-    assert counts == (4, 0, True, []) and spec_counters.settle_llama_cpp(counts, {"predicted_n": 5}, None) is None
+    assert LLAMA_CPP.count_request(cut.engine_meta, 5, 2) == (2, 2, True, [])
+    assert LLAMA_CPP.count_request({"predicted_n": 5}, 5, 3) == (4, 0, True, [])
+    assert LLAMA_CPP.count_request({"predicted_n": 5}, 5, None) is None
 
 
 def test_llama_cpps_last_cycle_is_counted_where_its_last_draft_is_the_end_token() -> None:
     """As SmolLM2's answer of 63 tokens, of at most 64, in 28 cycles of three drafts, the last cut to one: it says 27."""
     timings = {"predicted_n": 63, "draft_n": 82, "draft_n_accepted": 35}
-    counts = spec_counters.count_request(timings, 63)
-    assert spec_counters.settle_llama_cpp(counts, timings, 3) == (28, 35, True, [])
-    assert spec_counters.settle_llama_cpp(counts, {**timings, "draft_n": 81}, 3) == (27, 35, True, [])
+    assert LLAMA_CPP.count_request(timings, 63, 3) == (28, 35, True, [])
+    assert LLAMA_CPP.count_request({**timings, "draft_n": 81}, 63, 3) == (27, 35, True, [])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_a_refusal_inside_the_stream_is_raised_as_one() -> None:
 
 def feed(*messages: tuple[float, dict[str, Any]], path: str) -> RequestRecord:
     """Read messages as they come, each at its time."""
-    stream = AnswerStream(RequestRecord("a"), path)
+    stream = AnswerStream(RequestRecord("a"), READERS.get(path, read_openai))
     for when, message in messages:
         stream.feed(sse(message), when)
     stream.record.ended = messages[-1][0]

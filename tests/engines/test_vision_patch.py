@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from stages.engines import sglang
 from stages.engines.server_startup import sglang_vision_patch
-from stages.measuring import measured_server
 
 MODULES = {
     "managers/mm_utils.py": '''
@@ -108,7 +108,7 @@ def install_engine(site: Path, version: str) -> None:
 def copy_patch(folder: Path, version_digests: bool) -> Path:
     """Copy the start-up module; with the digests of the stand-in's functions, or SGLang's own."""
     folder.mkdir()
-    for file in measured_server.STARTUP_FOLDER.glob("*.py"):
+    for file in sglang.STARTUP_FOLDER.glob("*.py"):
         text = file.read_text()
         for targets in sglang_vision_patch.TARGETS.values() if version_digests else ():
             for owner, name, _, digest in targets:
@@ -130,10 +130,10 @@ def digest_stand_in(owner: str | None, name: str) -> str:
 
 def run_probe(tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch, own_digests: bool = True) -> Any:
     install_engine(tmp_path / "site", version)
-    monkeypatch.setattr(measured_server, "STARTUP_FOLDER", copy_patch(tmp_path / "startup", own_digests))
+    monkeypatch.setattr(sglang, "STARTUP_FOLDER", copy_patch(tmp_path / "startup", own_digests))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     (tmp_path / "probe.py").write_text(PROBE)
-    environment = os.environ | measured_server.build_environment()
+    environment = os.environ | sglang.SGLang().build_patch_environment()
     line = [sys.executable, "-B", str(tmp_path / "probe.py")]
     completed = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
     (tmp_path / "log").write_text(completed.stderr)
@@ -145,7 +145,7 @@ def test_the_draft_is_given_what_it_was_trained_on(tmp_path: Path, monkeypatch: 
     assert eval(completed.stdout) == CORRECT, completed.stderr
     assert "own sitecustomize" in completed.stderr
     assert "drafted with the vision patch of SGLang 0.5.17" in str(
-        measured_server.describe_outcome(tmp_path / "log", "0.5.17")
+        sglang.SGLang().describe_patch(tmp_path / "log", "0.5.17")
     )
 
 
@@ -156,7 +156,7 @@ def test_another_version_is_left_alone_with_a_notice(
     completed = run_probe(tmp_path, version, monkeypatch)
     assert eval(completed.stdout) == FAULTY, completed.stderr
     assert f"aerie vision patch: not applied to SGLang {version}, expected 0.5.17" in completed.stderr
-    notice = measured_server.describe_outcome(tmp_path / "log", version)
+    notice = sglang.SGLang().describe_patch(tmp_path / "log", version)
     assert notice is None if version == "0.5.23" else "SGLang 0.5.18 was not patched" in str(notice)
 
 
@@ -168,4 +168,4 @@ def test_a_changed_function_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         in completed.stderr
     )
     with pytest.raises(ValueError, match=r"was to run with the vision patch.*its Python must read PYTHONPATH"):
-        measured_server.describe_outcome(tmp_path / "log", "0.5.17")
+        sglang.SGLang().describe_patch(tmp_path / "log", "0.5.17")

@@ -22,7 +22,8 @@ from PIL import Image
 
 from stages import benchmark_served, prepare_prompts
 from stages.cells.cell import Cell, locate_cell
-from stages.engines import gguf_files, server, versions
+from stages.engines import gguf_files, registry, versions
+from stages.engines.sglang import SGLang
 from stages.measuring import export_gguf, load_generator
 from stages.measuring import requests as served_requests
 from stages.params.benchmark_sections import Workload
@@ -76,9 +77,9 @@ def test_a_sweep_is_one_server_and_a_point_for_each_pair(
     read, run_load, warmups = workload_prompts.read_prompts, load_generator.run_load, []
     monkeypatch.setattr(workload_prompts, "read_prompts", lambda name: (read(name)[0], read(name)[0].head(3)))
 
-    async def note_warmup(*args: Any) -> Any:
-        warmups.append(len(args[5]))
-        return await run_load(*args)
+    async def note_warmup(**words: Any) -> Any:
+        warmups.append(len(words["warmup"]))
+        return await run_load(**words)
 
     monkeypatch.setattr(load_generator, "run_load", note_warmup)
     sweep = {**LOAD, "num_prompts": [2, 6], "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}
@@ -205,7 +206,8 @@ def test_what_a_server_ends_with_since_its_engine_cannot_run_it_is_such_a_cell(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As llama.cpp with a draft for a Gemma 3, which ended the run."""
-    monkeypatch.setattr(server, "KNOWN_ENDS", {"told to fail at start": "it keeps no hidden states of this target"})
+    ends = (("told to fail at start", "it keeps no hidden states of this target"),)
+    monkeypatch.setattr(SGLang, "known_ends", ends)
     edit_server(project, launch_args=["--fail-at-start"])
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
@@ -302,12 +304,11 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
     )
     work: Any = SimpleNamespace(image_processor=processor, workload=w, simulated_answers=None)
     row = WorkloadPrompt("a", [], images=paths, length_share=0.5)
-    (path, body) = load_generator.build_request(
-        served_requests.make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"
-    )
-    request_body = json.loads(body)
+    request = served_requests.make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60)
+    built = registry.get("sglang").build_request(request, "t")
+    request_body = json.loads(built.body)
     assert (
-        path == "/generate"
+        built.path == "/generate"
         and request_body["input_ids"] == [1, 9, 9, 2]
         and request_body["sampling_params"]["max_new_tokens"] == 30
     )

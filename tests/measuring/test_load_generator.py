@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from stages.cells import request_record
+from stages.engines import registry
+from stages.engines.sse import ReadMessage
 from stages.measuring import load_generator
 from stages.measuring.load_generator import Arrivals
 from tests.engines.misbehaving_server import Fake, Streamed
@@ -27,8 +29,8 @@ def test_times_and_tokens_are_those_of_the_schedule(engine: str, prompt: Any, mo
     read: list[request_record.RequestRecord] = []
 
     class Watched(load_generator.AnswerStream):
-        def __init__(self, record: request_record.RequestRecord, generate: bool) -> None:
-            super().__init__(record, generate)
+        def __init__(self, record: request_record.RequestRecord, read_message: ReadMessage) -> None:
+            super().__init__(record, read_message)
             read.append(record)
 
     def noted() -> bool:
@@ -178,7 +180,7 @@ def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:
                 60.0,
                 [],
                 "benchmark_served.server",
-                engine="openai",
+                engine=registry.OTHER,
             )
         )
         while len(fake.streams) < 5:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stages.engines import registry
 from stages.engines.gpu_memory import GpuMemory
 from stages.engines.server import ServerGroup, ServerProcess
 from stages.runtime import free_port
@@ -44,7 +45,9 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(device: str, *launch_args: str) -> ServerGroup:
-    return replicas.plan_replicas("sglang", "/target", "bfloat16", device, False, launch_args, 60.0, Path("logs"), None)
+    return replicas.plan_replicas(
+        registry.get("sglang"), "/target", "bfloat16", device, False, launch_args, 60.0, Path("logs"), None
+    )
 
 
 def is_listening(server: ServerProcess) -> bool:
