@@ -38,7 +38,7 @@ from stages.engine.sampling import SamplingParams, TokenSampler, draw_tokens, dr
 from stages.families.eagle3.decoding import Eagle3Drafter
 from stages.params.tree_shape import TreeShape
 from stages.target.token_probabilities import compute_probabilities
-from tests.engines import build_engine
+from tests.built_engines import build_engine
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]
 GOALS = {None: 4.75, (5, 4, 16): 6.2, (8, 2, 31): 7.0, (8, 10, 60): 8.0}  # ms, issue 7

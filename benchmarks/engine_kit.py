@@ -15,7 +15,7 @@ PREFILL_GRAPHS = [
 ]  # fmt: skip
 KIT_VERSION = "0.5.17"
 LAUNCHER = '#!/usr/bin/env bash\n. /tmp/kit/env.sh\nshift\nexec python3 -m sglang.launch_server "$@"\n'
-DOUBLE = [sys.executable, "-m", "tests.serving.engine_double", "serve"]  # of the tests, for a rehearsal without a GPU
+DOUBLE = [sys.executable, "-m", "tests.engines.engine_double", "serve"]  # of the tests, for a rehearsal without a GPU
 
 
 def list_sglang_flags(prefill_graphs: bool = False) -> list[str]:

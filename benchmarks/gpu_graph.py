@@ -4,7 +4,7 @@
 
 FOLDER becomes a project of its own: a copy of this one's files, or of another FOLDER with all it has made (plans of one recipe,
 dtype and number of eval rows share a graph). A plan is a recipe and what differs from it on one GPU. `aerie run` makes the graph,
-`dvc repro -s` the served cells, several at once (they are measured one at a time: stages/serving/measurement_lock.py), and
+`dvc repro -s` the served cells, several at once (they are measured one at a time: stages/measuring/measurement_lock.py), and
 the report.
 With `--parts graph --device cpu` the graph is made on a machine without a GPU; the other parts go on in a copy of its folder.
 
@@ -31,9 +31,9 @@ from ruamel.yaml import YAML
 
 from benchmarks import engine_kit
 from pipeline import processes
+from stages.measuring import measurement_lock
 from stages.params.schema import load_params
 from stages.runtime import atomic
-from stages.serving import measurement_lock
 
 COPIED = (
     ".dvc/config", ".dvc/plots", ".dvcignore", "benchmarks", "constraints.txt", "data/prompt_sets", "data/raw",

@@ -11,7 +11,7 @@
 # together, so one that is refused must end those after it at once.
 #
 # A driver, one for each GPU, is started by benchmarks/gpu_setup.sh; it sets CUDA_VISIBLE_DEVICES and a TMPDIR of its own: the turns in
-# which servers are measured (stages/serving/measurement_lock.py) are kept by locks in TMPDIR.
+# which servers are measured (stages/measuring/measurement_lock.py) are kept by locks in TMPDIR.
 
 RESULTS=${RESULTS:-/tmp/res}
 

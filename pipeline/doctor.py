@@ -13,7 +13,7 @@ from pipeline.preflight import Finding, check_files
 from pipeline.remote import dvc_remote
 from stages.params import checks
 from stages.params.cell_trees import describe_left_out
-from stages.params.families import ENGINES, find_program
+from stages.params.engines import SERVED, find_program
 from stages.params.schema import Params, load_params, read_recipe
 from stages.params.section import PARAMS_FILE
 from stages.params.target_files import GGUF_SUFFIX
@@ -98,7 +98,7 @@ def _check_hardware() -> Iterator[Finding]:
 
 
 def _check_engines() -> Iterator[Finding]:
-    for name in ENGINES:
+    for name in SERVED:
         if location := find_program(name):
             yield Finding(name, location)
         else:

@@ -13,6 +13,7 @@ from pydantic.json_schema import JsonSchemaValue
 
 from pipeline import form_permissions
 from pipeline.recipes import list_recipes
+from stages.params.engines import DEFAULT_KIND, EngineKind
 from stages.params.schema import Params, load_params
 from stages.params.section import ROOT_CHECKPOINT, Count, Name
 from stages.params.tree_shape import TreeShape
@@ -146,9 +147,7 @@ class Sweep(BaseModel):
         default="replace",
         description="replace: the run measures the cells above alone; add: those of params.yaml too, in one table",
     )
-    engine: Literal["torch", "served"] = Field(
-        default="torch", description="torch; served: benchmark_served.engine's server"
-    )
+    engine: EngineKind = Field(default=DEFAULT_KIND, description="torch; served: benchmark_served.engine's server")
 
     def build_sections(self, params: Params) -> dict[str, dict[str, Any]]:
         """Return the keys by section, as a recipe has them."""
@@ -165,13 +164,16 @@ class Sweep(BaseModel):
         )
 
     @property
+    def is_served(self) -> bool:
+        return self.engine == "served"
+
+    @property
     def _workloads_key(self) -> str:
-        return "torch_workloads" if self.engine == "torch" else "workloads"
+        return "workloads" if self.is_served else "torch_workloads"
 
     def _find_section(self, params: Params) -> tuple[str, Any]:
-        return (
-            ("benchmark", params.benchmark) if self.engine == "torch" else ("benchmark_served", params.benchmark_served)
-        )
+        section = "benchmark_served" if self.is_served else "benchmark"
+        return section, getattr(params, section)
 
 
 def _check_recipe_name(name: str) -> str:

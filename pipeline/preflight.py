@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline import resources
 from stages.params.data_sections import PromptSet
-from stages.params.families import find_program
+from stages.params.engines import ENGINES, find_program
 from stages.params.recipe import Recipe
 from stages.params.schema import Params
 from stages.params.units import GIB, format_bytes
@@ -103,8 +103,9 @@ def check_engines(params: Params) -> Iterator[Finding]:
     """Yield a finding for each engine that a stage starts: in serving-env or on the PATH."""
     served, sampling = params.benchmark_served, params.sample_target
     wanted: dict[str, str] = {}
-    if sampling.backend == "server" and sampling.server.launch not in (None, "transformers"):
-        wanted["sample_target.server.launch"] = str(sampling.server.launch)
+    launch = sampling.server.launch if sampling.backend == "server" else None
+    if launch and ENGINES[launch].program:
+        wanted["sample_target.server.launch"] = launch
     if measures_servers(params) and not served.server.command and not served.server.base_urls:
         wanted["benchmark_served.engine"] = served.engine
     for key, engine in wanted.items():

@@ -21,7 +21,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from stages.params import schema
-from stages.params.families import find_program
+from stages.params.engines import find_program
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.section import PARAMS_FILE, Section, suggest_name
 from stages.runtime import atomic, guarded_yaml

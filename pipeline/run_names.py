@@ -26,7 +26,7 @@ def name_sweep(cells: Sweep, params: Params) -> str:
     name = f"sweep {join_names(cells.trees, 'trees')} at {join_names(checkpoints, 'checkpoints')}"
     if cells.workloads:
         name += f" on {join_names(workloads, 'workloads')}"
-    return name if cells.engine == "torch" else f"{name}, served"
+    return f"{name}, served" if cells.is_served else name
 
 
 def name_build(changes: Changes) -> str:

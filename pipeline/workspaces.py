@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from pipeline import dvc_graph
 from pipeline.processes import capture_output
 from pipeline.resources import try_lock
-from stages.params.families import ENGINES, list_environments
+from stages.params.engines import SERVED, list_environments
 from stages.params.section import PARAMS_FILE, suggest_name
 
 RUNS_FOLDER = Path(".scratch/runs")
@@ -103,7 +103,7 @@ def share_settings(folder: Path) -> None:
         for name, path in remotes.items():
             if Path(path).is_absolute():  # a folder of this machine, or mounted here
                 settings["remote"].setdefault(name, {})["url"] = path
-    for environment in (path for engine in ENGINES for path in list_environments(engine)):
+    for environment in (path for engine in SERVED for path in list_environments(engine)):
         if environment.is_dir():  # of gigabytes, in no commit
             (folder / environment).parent.mkdir(exist_ok=True)
             (folder / environment).symlink_to(environment.resolve())

@@ -24,7 +24,6 @@ from stages.cells.cell import (
     PLAIN,
     SKIPPED,
     SPECULATIVE,
-    TORCH_ENGINE,
     UNSUPPORTED,
     Cell,
     DraftSize,
@@ -40,6 +39,7 @@ from stages.grading import grade
 from stages.measuring import torch_context, torch_loads
 from stages.measuring.torch_context import TorchCellContext
 from stages.params import schema, stage_inputs
+from stages.params.engines import TORCH
 from stages.params.section import get_named
 from stages.params.tree_shape import Load, parse_shape
 from stages.params.units import GIB
@@ -132,7 +132,7 @@ def _describe_cell(
         workload=workload_name,
         checkpoint=checkpoint_name,
         tree=tree_name,
-        engine=TORCH_ENGINE,
+        engine=TORCH.name,
         hardware=cell.describe_hardware(params.target.device, settings.num_threads, settings.num_gpus_total),
         versions=cell.list_versions("torch", "transformers"),
         **workload.model_dump(include=cell.SAMPLING_KEYS),

@@ -10,27 +10,25 @@ that would measure something else stops the stage with an error.
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from statistics import fmean
 from typing import Any
 
 from stages.cells import cell, points, stopping
-from stages.cells.cell import Acceptance, Cell, LoadPoint, Memory, ServerDescription, StoppingRecord
+from stages.cells.cell import Acceptance, Cell, LoadPoint, ServerDescription, StoppingRecord
 from stages.cells.record import name_draft_sampling
 from stages.cells.stopping import RepeatRule
+from stages.engines import gpu_memory, registry
+from stages.engines.protocol import ServedDraft
+from stages.engines.server import UnsupportedByServerError
 from stages.measuring import measured_loads, server_setup
 from stages.measuring import requests as served_requests
-from stages.measuring.measured_loads import OpenedServer
+from stages.measuring.load_checks import NothingAcceptedError
+from stages.measuring.load_generator import LoadResult
+from stages.measuring.measured_server import MeasuredServer
 from stages.measuring.requests import ServedCellContext
 from stages.params import stage_inputs
 from stages.params.tree_shape import Load, parse_shape
-from stages.serving import gpu_memory
-from stages.serving.engine_flags import ServedDraft
-from stages.serving.load_checks import NothingAcceptedError
-from stages.serving.load_generator import LoadResult
-from stages.serving.measured_server import MeasuredServer
-from stages.serving.server import UnsupportedByServerError
 from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
 
@@ -82,15 +80,15 @@ def _measure_repeats(
     owner = cell.name_cell(work.workload_name, measured.checkpoint, measured.tree_name)
     open_servers = partial(measured_loads.open_servers, plan, owner=owner)
     if baseline is None:
-        with open_servers([measured]) as (opened,):
-            measured_loads.run_repeats(work, opened, list(range(work.workload.repeats)))
+        with open_servers([measured]):
+            measured_loads.run_repeats(work, measured, list(range(work.workload.repeats)))
         return None
     workload, measure_half = work.workload, partial(_measure_widest_half, measured, baseline)
     rule = RepeatRule(workload.fewest_repeats, workload.most_repeats, workload.half_width)
     if plan.count_servers_at_once() < 2:
         return rule.run(partial(_measure_one_by_one, work, open_servers, (baseline, measured)), measure_half)
-    with open_servers([baseline, measured]) as pair:
-        return rule.run(partial(_measure_together, work, pair), measure_half)
+    with open_servers([baseline, measured]):
+        return rule.run(partial(_measure_together, work, (baseline, measured)), measure_half)
 
 
 def _measure_widest_half(measured: MeasuredServer, baseline: MeasuredServer) -> float | None:
@@ -107,22 +105,22 @@ def _list_records(repeats: list[list[LoadResult]]) -> points.RepeatRecords:
     return [[result.records for result in turns] for turns in repeats]
 
 
-def _measure_together(work: ServedCellContext, pair: list[OpenedServer], repeat: int) -> None:
+def _measure_together(work: ServedCellContext, pair: Sequence[MeasuredServer], repeat: int) -> None:
     """Measure a repeat of two servers that are up, each load on both before the next."""
-    for _, opened, load in measured_loads.order_loads([(work, server) for server in pair], repeat):
-        measured_loads.run_load(work, opened, load, repeat)
+    for _, server, load in measured_loads.order_loads([(work, server) for server in pair], repeat):
+        measured_loads.run_load(work, server, load, repeat)
 
 
 def _measure_one_by_one(
     work: ServedCellContext,
-    open_servers: Callable[[list[MeasuredServer]], contextlib.AbstractContextManager[list[OpenedServer]]],
+    open_servers: Callable[[list[MeasuredServer]], contextlib.AbstractContextManager[None]],
     pair: Sequence[MeasuredServer],
     repeat: int,
 ) -> None:
     """Measure a repeat of two servers of which one can be up at a time, in alternating order."""
     for server in measured_loads.order_turns(pair, repeat):
-        with open_servers([server]) as (opened,):
-            measured_loads.run_repeats(work, opened, [repeat])
+        with open_servers([server]):
+            measured_loads.run_repeats(work, server, [repeat])
 
 
 # The cell
@@ -139,6 +137,7 @@ def _build_cell(
     workload, engine = work.workload, work.params.benchmark_served.engine
     hardware = server_setup.describe_hardware(work, measured, gpus_before)
     version = measured.info.get("version")
+    gpu_total = round(sum(gpu.total for gpu in gpus_before), 2) if gpus_before else None
     return Cell(
         workload=work.workload_name,
         checkpoint=measured.checkpoint,
@@ -150,12 +149,7 @@ def _build_cell(
             command=[_shorten_path(word) for word in measured.command],
             info={key: _shorten_path(value) for key, value in measured.info.items()},
         ),
-        memory=Memory(
-            **asdict(measured.get_reported_memory()),
-            draft=measured.measure_draft_gib(),
-            gpu_total=round(sum(gpu.total for gpu in gpus_before), 2) if gpus_before else None,
-            **asdict(measured.gpu_memory),
-        ),
+        memory=measured.memory.model_copy(update={"draft": measured.measure_draft_gib(), "gpu_total": gpu_total}),
         points=[_build_point(work, measured, *item, ended) for item in measured.loads.items()],
         baseline_points=[_build_point(work, baseline, *item) for item in baseline.loads.items()],
         hardware=hardware,
@@ -200,7 +194,7 @@ def compute_acceptance(draft: ServedDraft | None, loads: list[LoadResult], promp
     figures: dict[str, Any] = {}  # the engine's own accept lengths, by its names
     for load in loads:
         figures |= load.engine_figures
-    for key in ("spec_accept_length", "mean_acceptance_length"):  # of SGLang, of vLLM
+        key = registry.get(load.engine).accept_length
         if lengths := [float(r.engine_meta[key]) for r in records if r.engine_meta.get(key) is not None]:
             figures[f"{key}, mean over requests"] = fmean(lengths)
     found = points.pool_counts(records, prompt_set, draft.num_steps, draft.num_draft_tokens)

@@ -14,11 +14,12 @@ from itertools import product
 from pathlib import Path
 
 from stages.cells import prediction, replay_records, table, timing_grid, training_records
-from stages.cells.cell import TORCH_ENGINE, UNSUPPORTED, Cell
+from stages.cells.cell import UNSUPPORTED, Cell
 from stages.cells.prediction import EngineLaunch, PredictedSpeedup
 from stages.cells.replay_records import ReplayedTree
 from stages.cells.table import ResultRow, TableLine
 from stages.params import schema, stage_inputs
+from stages.params.engines import TORCH
 from stages.params.families import FAMILIES, DraftKind
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.target_files import GGUF_TYPES
@@ -153,9 +154,7 @@ def read_cells(p: schema.Params, families: Families) -> list[Cell]:
     broken cell and the stage to run.
     """
     torch, served = p.benchmark, p.benchmark_served
-    found = [
-        Cell.read(TORCH_ENGINE, *names) for names in product(torch.torch_workloads, torch.checkpoints, torch.trees)
-    ]
+    found = [Cell.read(TORCH.name, *names) for names in product(torch.torch_workloads, torch.checkpoints, torch.trees)]
     found = [cell for cell in found if cell.status != UNSUPPORTED or _is_of_family(cell, families)]
     for workload in served.workloads:
         for names in [(None, None), *product(served.checkpoints, served.trees)]:
@@ -209,19 +208,17 @@ def _predict_speedups(
     doubted: set[str],
 ) -> costs.CostPrediction:
     """Return predicted speedups of every replayed tree, and how benchmark_served would start a server with the best."""
-    from stages.serving import engine_flags
+    from stages.engines import registry
+    from stages.engines.protocol import describe_draft
 
-    def describe_launch(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
+    def describe_launch(name: str, row: PredictedSpeedup) -> EngineLaunch | None:
         config = next((cost.draft for cost in grids if p.have_same_shapes(cost.checkpoint, row.checkpoint)), None)
-        if config is None or engine_flags.explain_unsupported(engine, row.shape, config):
+        engine, settings = registry.get(name), p.benchmark_served.server
+        if config is None or engine.explain_unsupported(row.shape, config):
             return None
-        folder = f"drafts/{row.checkpoint}/draft"
-        if engine == "llama.cpp":  # as `aerie export` names it
-            outtype = p.benchmark_served.server.quantised or GGUF_TYPES[p.target.dtype]
-            folder = f"gguf/{row.checkpoint}-{outtype}.gguf"
-        draft = engine_flags.describe_draft(folder, config, row.shape, p.benchmark_served.server.algorithm)
-        flags = engine_flags.build_speculation_flags(engine, draft, config)
-        return EngineLaunch(flags, engine_flags.find_first_version(engine, config))
+        file = engine.name_draft_file(row.checkpoint, settings.quantised or GGUF_TYPES[p.target.dtype])
+        draft, change = describe_draft(file, config, row.shape, settings.algorithm), engine.find_change(config)
+        return EngineLaunch(engine.build_speculation_flags(draft, config), change.first_version if change else None)
 
     workloads, drafts = (
         [p.benchmark.workloads[name] for name in p.benchmark.torch_workloads],

@@ -19,15 +19,13 @@ from stages.cells.cell import LoadPoint
 from stages.cells.cost_model import CostModel
 from stages.cells.record import Record, name_draft_sampling
 from stages.cells.timing_grid import CycleTime, TimingGrid
-from stages.measuring import measured_loads, server_setup, simulated_answers
-from stages.measuring.measured_loads import OpenedServer
+from stages.engines import gpu_memory
+from stages.measuring import load_checks, measured_loads, server_setup, simulated_answers
+from stages.measuring.measured_server import MeasuredServer, ServerPlan
 from stages.measuring.requests import ServedCellContext
 from stages.params import schema, stage_inputs
 from stages.params.tree_shape import Load, TreeShape
 from stages.runtime import atomic, scratch
-from stages.serving import gpu_memory, measured_server, simulated_acceptance
-from stages.serving.measured_server import MeasuredServer, ServerPlan
-from stages.serving.simulated_acceptance import SimulatedAcceptance
 from stages.telemetry.run_stage import run_stage
 
 
@@ -45,7 +43,7 @@ def main(workload_name: str) -> None:
     work = server_setup.build_context(params, workload_name, draft_config)
     servers = list(_configure_servers(work, draft_config))
     plan = server_setup.build_server_plan(work)
-    version, gpus = measured_server.find_engine_version(plan), gpu_memory.list_visible_gpus()
+    version, gpus = plan.find_version(), gpu_memory.list_visible_gpus()
     folder = scratch.locate_scratch(
         f"serving_costs-{workload_name}",
         work.workload.model_dump(),
@@ -80,7 +78,7 @@ def _configure_servers(work: ServedCellContext, draft_config: dict[str, Any]) ->
     Raises:
         ValueError: for a tree that the engine can't run, or longer than the positions of target and draft.
     """
-    settings, engine = work.params.serving_costs, work.setup.engine
+    settings = work.params.serving_costs
     yield server_setup.configure_server(work, "", None, {})
     for name in settings.trees:
         tree = TreeShape.parse(name)
@@ -88,8 +86,10 @@ def _configure_servers(work: ServedCellContext, draft_config: dict[str, Any]) ->
         if reason := server_setup.explain_unsupported(work, server, draft_config):
             raise ValueError(f"serving_costs.trees: {name}: {reason}; take it out of the list")
         server_setup.check_positions(work, server, draft_config)
-        server.simulated = SimulatedAcceptance(min(settings.accept_length, tree.num_steps + 1))
-        server.speculation_flags = server.simulated.build_flags(engine, server.speculation_flags)
+        server.simulated_length = min(settings.accept_length, tree.num_steps + 1)
+        server.speculation_flags, server.variables = work.engine.simulate_acceptance(
+            server.simulated_length, server.speculation_flags
+        )
         yield server
 
 
@@ -102,7 +102,7 @@ def _measure_or_read(
     """
     at_once = plan.count_servers_at_once() if plan.can_start_together() else 1
     simulated = simulated_answers.simulate_answers(work)
-    contexts = {server.config_name: simulated if server.simulated else work for server in servers}
+    contexts = {server.config_name: work if server.simulated_length is None else simulated for server in servers}
     missing = []
     for server in servers:
         paths = _list_paths(folder, server, contexts[server.config_name])
@@ -114,12 +114,12 @@ def _measure_or_read(
             missing.append(server)
     for start in range(0, len(missing), at_once):
         group = missing[start : start + at_once]
-        with measured_loads.open_servers(plan, group, f"serving_costs-{work.workload_name}") as opened:
-            pairs = [(contexts[each.server.config_name], each) for each in opened]
+        pairs = [(contexts[server.config_name], server) for server in group]
+        with measured_loads.open_servers(plan, group, f"serving_costs-{work.workload_name}"):
             for repeat in range(work.workload.repeats):  # each on every server before the next
-                for context, each, load in measured_loads.order_loads(pairs, repeat):
-                    if not _locate_times(folder, each.server, load, repeat).exists():
-                        _measure_load(context, each, load, repeat, folder)
+                for context, server, load in measured_loads.order_loads(pairs, repeat):
+                    if not _locate_times(folder, server, load, repeat).exists():
+                        _measure_load(context, server, load, repeat, folder)
     for server in servers:
         paths = _list_paths(folder, server, contexts[server.config_name])
         yield server, _join_repeats([_read_times(work, path) for path in paths])
@@ -139,7 +139,7 @@ def _locate_times(folder: Path, server: MeasuredServer, load: Load, repeat: int)
     return folder / f"{server.config_name}-{load.max_new_tokens}-{load.concurrency}-{repeat}.json"
 
 
-def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, repeat: int, folder: Path) -> None:
+def _measure_load(work: ServedCellContext, server: MeasuredServer, load: Load, repeat: int, folder: Path) -> None:
     """Measure one repeat of a load on a server and keep its times.
 
     It is judged together with the server's earlier ones, of a killed run too: one alone may have too few cycles to tell.
@@ -147,21 +147,20 @@ def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, rep
     Raises:
         ValueError: if the server did not accept as many tokens as it was told to. The earlier times are deleted then.
     """
-    server = opened.server
-    measured_loads.run_load(work, opened, load, repeat)
+    measured_loads.run_load(work, server, load, repeat)
     records = [[result.records for result in server.loads[load][-1]]]
     warnings = measured_loads.list_warnings(work, server, load, server.loads[load][-1])
     point = points.build_point(load, work.workload.request_rate, records, None, warnings)
     rows = [row.model_copy(update={"repeat": repeat}) for row in point.requests]
     times = ServedTimes(version=server.info.get("version"), points=[point.model_copy(update={"requests": rows})])
-    if server.simulated:
+    length = server.simulated_length
+    if length is not None:
         earlier_paths = [path for path in _list_paths(folder, server, work) if path.exists()]
         all_times = [times, *(_read_times(work, path) for path in earlier_paths)]
         found = [row for load_times in all_times for point in load_times.points for row in point.requests]
         cycles, accepted = sum(row.cycles or 0 for row in found), sum(row.accepted or 0 for row in found)
-        length = server.simulated.length
         try:
-            simulated_acceptance.check_simulated(server.config_name, length, cycles, accepted, len(found))
+            load_checks.check_simulated(server.config_name, length, cycles, accepted, len(found))
         except ValueError:
             for path in earlier_paths:
                 path.unlink()

@@ -27,6 +27,7 @@ from stages.engine.decode_state import DecodeRequest, RequestUpdate
 from stages.families.draft_decoding import build_engine
 from stages.families.family import LoadedDraft, get_files
 from stages.params import schema, stage_inputs
+from stages.params.engines import TORCH
 from stages.params.tree_sections import TimeTrees
 from stages.params.tree_shape import TreeShape
 from stages.target import loading, manifest
@@ -71,7 +72,7 @@ def main(name: str) -> None:
     also = {"dtype": p.target.dtype, "tree_scoring": p.benchmark.tree_scoring}
     record = timing_grid.TimingGrid(
         definitions=timing_grid.COST_DEFINITIONS,
-        engine="torch",
+        engine=TORCH.name,
         workload=None,
         max_new_tokens=None,
         checkpoint=name,

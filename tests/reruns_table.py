@@ -243,8 +243,8 @@ RERUNS = [
         "benchmark_served@*-t8_2_16 report",
     ),
     Row(
-        "stages/serving/engine_flags.py: a constant",
-        edits("stages/serving/engine_flags.py"),
+        "stages/engines/sglang.py: a constant",
+        edits("stages/engines/sglang.py"),
         "benchmark_served@* benchmark_served_baseline@* report",
     ),
     Row("stages/params/schema.py: another check", edits("stages/params/schema.py"), ""),

@@ -6,11 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from stages.cells import cell as records_of_cells
-from stages.cells import table
+from stages.cells import request_record, table
 from stages.cells.cell import Cell
 from stages.cells.replay_records import ReplayedTree
 from stages.params.tree_shape import TreeShape
-from stages.serving import latency
 
 Row = dict[str, Any]
 FINGERPRINT = {
@@ -20,7 +19,7 @@ FINGERPRINT = {
 
 def records(
     rng: random.Random, requests: int, tokens: int, cap: int | None, tpot_s: float, at_once: int
-) -> list[latency.RequestRecord]:
+) -> list[request_record.RequestRecord]:
     """A closed loop: `cap` under way, each request a prefill of 20 ms and then events of `at_once` tokens."""
     free = [0.0] * (cap or requests)
     found = []
@@ -35,7 +34,7 @@ def records(
             now += size * tpot_s * rng.uniform(0.95, 1.05)
             events.append((now, size))
         free[0] = now
-        found.append(latency.RequestRecord(f"row{n}.0", 0.0, sent, now, events, True, 90, tokens, "stop", None))
+        found.append(request_record.RequestRecord(f"row{n}.0", 0.0, sent, now, events, True, 90, tokens, "stop", None))
     return found
 
 
@@ -61,7 +60,7 @@ def point(
         "max_new_tokens": tokens,
         "concurrency": cap,
         "request_rate": "inf",
-        "loads": [asdict(latency.summarise_load(load)) for load in taken],
+        "loads": [asdict(request_record.summarise_load(load)) for load in taken],
         "acceptance": None if tau is None else acceptance(tau, tree or "t5_1_6", sum(row["cycles"] for row in rows)),
         "quality": None if accuracy is None else quality,
         "requests": rows,

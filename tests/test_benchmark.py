@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
 from stages.cells import metrics, table
-from stages.cells.cell import TORCH_ENGINE, Cell, PooledSpeedup
+from stages.cells.cell import Cell, PooledSpeedup
 from stages.cells.table import TableLine
 from stages.measuring import torch_context, torch_loads
 from stages.prompts import workload_prompts
@@ -198,7 +198,7 @@ def test_a_draft_of_which_nothing_is_accepted_is_not_measured(project: Path, mon
     monkeypatch.setattr(torch_loads, "_start_decoding", accept_none)
     with pytest.raises(AssertionError):  # a line of measurements, of which there is none
         measured(project, "eval", num_prompts=3)
-    cell = Cell.read(TORCH_ENGINE, "eval", "e003", "t3_2_6")
+    cell = Cell.read("torch", "eval", "e003", "t3_2_6")
     (line,) = table.join_lines([cell], {}, [])
     assert (line.row.status, line.row.is_measured, line.point) == ("skipped", False, None)
     assert line.row.remark == "skipped: no draft was accepted in the first 5 cycles, so tau is 1.00"

@@ -26,9 +26,9 @@ from stages.families.eagle3.overfit import Eagle3Overfit
 from stages.params import schema
 from stages.target import manifest
 from stages.training.optimizer import MasterWeightOptimizer
+from tests.built_engines import build_engine
 from tests.conftest import ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
-from tests.engines import build_engine
 
 PROMPT, ANSWER, STEPS, V = 9, 40, 4, 40
 REPORT = Path("results/train/e000.overfit.json")

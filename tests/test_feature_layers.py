@@ -25,9 +25,9 @@ from stages.hidden_states import format, reader
 from stages.params import checks, schema
 from stages.params.tree_shape import TreeShape
 from stages.target import chat_template, feature_layers, manifest
+from tests.built_engines import build_engine
 from tests.conftest import ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
-from tests.engines import build_engine
 
 V, H, LAYERS = 40, 16, 9
 EAGLE3, BLOCK = [2, 4, 6], [2, 3, 5, 6, 7]  # 2, n//2, n-3; after layers 1, 2, 4, 5, 6, as DFlash spreads five over nine

@@ -17,6 +17,7 @@ from ruamel.yaml import YAML
 from benchmarks import params_page, readme_picture, readme_served, readme_table
 from pipeline import dvc_graph
 from stages.params import stage_inputs
+from stages.params.engines import ENGINES
 from stages.params.schema import Params, load_params
 from stages.runtime import stage_code
 
@@ -30,6 +31,7 @@ def _graph() -> dict[str, dict[str, Any]]:
     return {name: stage.get("do", stage) for name, stage in stages.items()}
 
 
+MODULES = sorted(str(f.relative_to(ROOT)) for p in ("stages", "pipeline") for f in (ROOT / p).rglob("*.py"))
 BASELINE = "_baseline"  # of a stage: the same without a draft, so the same file and section
 GRAPH = {name: stage for name, stage in _graph().items() if name != "inputs"}
 every_stage = pytest.mark.parametrize("stage", GRAPH)
@@ -58,6 +60,50 @@ def test_a_stage_that_can_see_pictures_depends_on_them(stage: str) -> None:
     is_visual = "stages/target/vision.py" in stage_code.find_code(stage, root=ROOT)
     is_visual = is_visual and stage != "prepare_prompts"  # which lets the target write text, and copies pictures' paths
     assert ("data/fixed/images" in GRAPH[stage]["deps"]) == is_visual, f"stages.{stage}.deps: data/fixed/images"
+
+
+# Engines and what they are asked are in one room
+
+
+ENGINE_ROOM = ("stages/engines/", "stages/params/engines.py")
+ENGINE_WORDS = {word for engine in ENGINES.values() for word in (engine.name, engine.title, engine.program) if word}
+PACKAGES = {"torch", "transformers"}  # which are also packages: as elements of lists and arguments of calls
+OTHER_MEANINGS = {
+    "stages/params/tree_shape.py": {"sglang"},  # a way to score trees
+    "stages/params/data_sections.py": {"transformers"},  # a backend: transformers in the stage's own process
+}
+
+
+def _list_engine_words(tree: ast.AST) -> set[str]:
+    """Return the names of engines that a module has as constants, or compares with by way of the registry's facts."""
+    packages = {
+        id(word)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Call)
+        for word in (node.args if isinstance(node, ast.Call) else node.elts)
+        if isinstance(word, ast.Constant) and word.value in PACKAGES
+    }
+    constants = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in ENGINE_WORDS and id(node) not in packages
+    }
+    compared = {
+        ast.unparse(side)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        if re.fullmatch(r"(\w+\.)*(TORCH|ENGINE)(\.name)?", ast.unparse(side))
+    }
+    return constants | compared
+
+
+@pytest.mark.parametrize("file", MODULES)
+def test_no_module_names_an_engine_but_those_of_engines(file: str) -> None:
+    """An engine's name elsewhere is a branch that the next engine needs too; ask `registry.get(name)` or its facts."""
+    found = _list_engine_words(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+    allowed = OTHER_MEANINGS.get(file, set())
+    assert file.startswith(ENGINE_ROOM) or found <= allowed
 
 
 # One word everywhere
@@ -91,9 +137,7 @@ def test_every_stage_says_what_it_needs_of_the_machine() -> None:
 MAY_BE_REMOVED = {"stages/runtime/scratch.py", "stages/runtime/journal.py", "pipeline/remote/dvc_remote.py"}
 
 
-@pytest.mark.parametrize(
-    "file", sorted(str(f.relative_to(ROOT)) for p in ("stages", "pipeline") for f in (ROOT / p).rglob("*.py"))
-)
+@pytest.mark.parametrize("file", MODULES)
 def test_no_message_says_to_remove_what_the_user_made(file: str) -> None:
     """Bug: `delete FOLDER and run ...` was said of the user's own import folder, and of lines of their data."""
     for node in ast.walk(ast.parse((ROOT / file).read_text())):

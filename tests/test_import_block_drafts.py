@@ -17,11 +17,12 @@ from stages.cells.cell import UNSUPPORTED, Cell
 from stages.cells.table import find_replayed_tau
 from stages.draft import checkpoint
 from stages.draft.block_draft import BlockDraft
+from stages.engines import registry
+from stages.engines.protocol import describe_draft
 from stages.measuring import server_setup
 from stages.params import schema
 from stages.params.families import BLOCKS
 from stages.params.tree_shape import TreeShape
-from stages.serving import engine_flags
 from tests.conftest import edit_params
 from tests.draft import published_blocks
 from tests.draft.published_blocks import Form, publish
@@ -113,10 +114,10 @@ def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, me
     draft = import_published(method, published_blocks.speculators)
     config = server_setup.read_draft_config(schema.load_params(), "theirs")
     depth = draft.config.num_drafts
-    described = engine_flags.describe_draft("", config, TreeShape(depth, 1, depth + 1), "EAGLE3")
-    assert config["block_size"] == SLOTS and described.algorithm == method.upper()
-    assert engine_flags.explain_unsupported("sglang", TreeShape(depth, 1, depth + 1), config) is None
-    wider = engine_flags.explain_unsupported("sglang", TreeShape(depth + 1, 1, depth + 2), config)
+    served = describe_draft("", config, TreeShape(depth, 1, depth + 1), "EAGLE3")
+    assert config["block_size"] == SLOTS and served.algorithm == method.removesuffix("2").upper()
+    assert registry.get("sglang").explain_unsupported(TreeShape(depth, 1, depth + 1), config) is None
+    wider = registry.get("sglang").explain_unsupported(TreeShape(depth + 1, 1, depth + 2), config)
     assert wider is not None and "an engine runs another block than was trained" in wider
     assert f"t{depth}_1_{depth + 1}" in wider
     served = {"checkpoints": ["theirs"], "trees": ["t3_2_6"], "workloads": ["eval"], "engine": "sglang"}

@@ -21,9 +21,9 @@ from stages.hidden_states import reader
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
 from stages.target import loading, manifest
+from tests.built_engines import build_engine
 from tests.conftest import dvc, edit_params, run_graph
 from tests.draft.slow_draft import OPTIONS
-from tests.engines import build_engine
 
 pytestmark = pytest.mark.usefixtures("forked_stages")
 IMPORTED = {"theirs": {"model": "from_others", "revision": None, "rope_theta": None}}

@@ -35,11 +35,11 @@ from stages.hidden_states import reader
 from stages.params.schema import load_params
 from stages.target import loading, manifest
 from stages.target.vision import CachedImageProcessor
+from tests.built_engines import build_engine
 from tests.conftest import EVAL, ROOT, edit_params
-from tests.engines import build_engine
+from tests.engines.engine_double import FORK_VARIABLE
 from tests.opened.declared import undeclared
 from tests.opened.watch import opening
-from tests.serving.engine_double import FORK_VARIABLE
 from tests.target.multimodal_documents import DOCUMENTS, TAPPED, TOKEN, alone, document
 from tests.target.test_target_forward import H, save_random_model
 from tests.test_extract_hiddens import files, refused, run
@@ -77,7 +77,7 @@ SMALL: dict[str, Any] = {
         "checkpoints": ["e003"],
         "trees": ["t3_2_6"],
         "workloads": ["eval"],
-        "server": {"command": [sys.executable, "-m", "tests.serving.engine_double", "serve"]},
+        "server": {"command": [sys.executable, "-m", "tests.engines.engine_double", "serve"]},
     },
 }
 

@@ -28,8 +28,8 @@ from stages.params.tree_shape import TreeShape
 from stages.target import loading as target_loading
 from stages.target import manifest
 from stages.trees.accept_length import compute_tau
+from tests.built_engines import build_engine
 from tests.conftest import ROOT, edit_params
-from tests.engines import build_engine
 
 SHIPPED = ROOT / "tests/shipped_draft"
 TREES = ["t8_1_9", "t5_1_6", "t5_2_8", "t8_2_16", "t8_3_16", "t5_4_16", "t10_2_32", "t10_3_32"]

@@ -26,7 +26,7 @@ from stages import fix_data, init_draft, prepare_target, sample_target
 from stages.cells.cell import Cell
 from stages.draft.eagle3 import Eagle3Draft
 from stages.params import schema
-from stages.params.families import list_environments
+from stages.params.engines import list_environments
 from stages.published import tables as published
 from stages.reproduce import estimate, target_size
 from stages.target import generation, loading, packed_forward, vision

@@ -25,9 +25,9 @@ from stages.hidden_states import shard_plan
 from stages.measuring import torch_context
 from stages.params import schema
 from stages.target import manifest
+from tests.built_engines import build_engine
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
-from tests.engines import build_engine
 from tests.torch_cells import read_line
 
 V, END, ANSWER, PROMPTS = 9, 8, 30, 20

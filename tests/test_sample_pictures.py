@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from stages import fix_data, prepare_target, sample_target
 from stages.target import loading
 from tests.conftest import ROOT, copy_project, edit_params
+from tests.engines.misbehaving_server import Fake, completion
 from tests.sampling.sampled_project import answers, report, set_backend
-from tests.serving.misbehaving_server import Fake, completion
 from tests.target.multimodal_targets import save
 
 PAD = "<|image_pad|>"

@@ -28,10 +28,10 @@ from stages.params.tree_shape import TreeShape
 from stages.runtime import distributed
 from stages.target import head_check, loading, manifest
 from stages.training import ttt
+from tests.built_engines import build_engine
 from tests.conftest import edit_params
 from tests.draft.slow_draft import CONFIG, scatter
 from tests.engine.test_sampling import warp_logits
-from tests.engines import build_engine
 from tests.target.pinned_targets import LLAMA, pinned
 from tests.training.test_ttt import make_row
 

@@ -7,12 +7,12 @@ import polars as pl
 import pytest
 
 from stages import benchmark_served
+from stages.cells import request_record
+from stages.engines.protocol import ServedDraft
+from stages.measuring.load_generator import LoadResult
+from stages.measuring.measured_server import MeasuredServer
 from stages.params.families import EAGLE3
 from stages.params.tree_shape import Load, TreeShape
-from stages.serving import latency, spec_counters
-from stages.serving.engine_flags import ServedDraft
-from stages.serving.load_generator import LoadResult
-from stages.serving.measured_server import MeasuredServer
 
 TREE = TreeShape.parse("t3_1_4")
 ACCEPTED = {"a.0": 4, "b.0": 9, "c.0": 15, "d.0": 20}  # of ten cycles each
@@ -22,9 +22,9 @@ def load_of(accepted: dict[str, int]) -> LoadResult:
     """Every request answered in ten cycles."""
     records = []
     for name, drafts in accepted.items():
-        counts = spec_counters.AcceptanceCounts(10, drafts, True, [10, 0, 0, 0])
+        counts = request_record.AcceptanceCounts(10, drafts, True, [10, 0, 0, 0])
         records.append(
-            latency.RequestRecord(
+            request_record.RequestRecord(
                 f"{name}#0", 0.0, 0.0, 1.0, [(0.5, 1), (1.0, 9)], True, 3, 10, "stop", None, counts=counts
             )
         )

@@ -16,9 +16,9 @@ from stages.cells import replay_records
 from stages.reporting.summary import PAGE_FILE
 from stages.telemetry.run_stage import split_stage_name
 from tests.conftest import EVAL, edit_params
+from tests.engines.engine_double import FORK_VARIABLE
 from tests.measuring.served_project import DOUBLE
 from tests.recorded_graph import Recorder
-from tests.serving.engine_double import FORK_VARIABLE
 
 ONE_PROMPT = {**EVAL, "num_prompts": 1, "warmup": 0, "max_new_tokens": 8}
 BENCHMARK = {"workloads": {"eval": ONE_PROMPT}, "torch_workloads": ["eval"], "trees": ["t3_1_4"]}

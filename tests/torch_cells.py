@@ -5,10 +5,9 @@ from typing import Any
 
 from stages.cells import cell, points, table
 from stages.cells.cell import Cell
+from stages.cells.request_record import AcceptanceCounts, RequestRecord
 from stages.cells.table import TableLine
 from stages.params.tree_shape import TreeShape, parse_shape
-from stages.serving.latency import RequestRecord
-from stages.serving.spec_counters import AcceptanceCounts
 from tests import costs
 
 TOKENS = 101

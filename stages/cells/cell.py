@@ -16,15 +16,15 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from stages.cells.record import GREEDY, DraftSampling, Record
+from stages.cells.request_record import LoadSummary
 from stages.grading.grade import GradeSummary
+from stages.params.engines import is_in_process
 from stages.params.tree_shape import Load, TreeShape, parse_shape
 from stages.runtime import atomic
-from stages.serving.latency import LoadSummary
 
 CELLS_FOLDER = Path("results/cells")
 DEFINITIONS = "docs/metrics.md, version 3"
 PLAIN, SPECULATIVE = "plain", "speculative"  # the kinds of decoding
-TORCH_ENGINE = "torch"
 RAN, UNSUPPORTED, SKIPPED = "ran", "unsupported", "skipped"
 SAMPLING_KEYS = {"temperature", "top_p", "top_k", "seed"}  # of a workload, which a cell has too
 
@@ -207,6 +207,10 @@ class Cell(Record):
         return name_stage(self.engine, self.workload, self.checkpoint, self.tree)
 
     @property
+    def is_served(self) -> bool:
+        return not is_in_process(self.engine)
+
+    @property
     def in_turns(self) -> bool:
         """Return whether the torch engine decoded each prompt both ways, one at a time."""
         return bool(self.points and self.points[0].in_turns)
@@ -251,13 +255,13 @@ def name_cell(workload: str, checkpoint: str | None, tree: str | None) -> str:
 
 def name_stage(engine: str, workload: str, checkpoint: str | None, tree: str | None) -> str:
     """Return the DVC stage that makes a cell."""
-    if engine == TORCH_ENGINE:
+    if is_in_process(engine):
         return f"benchmark@{name_cell(workload, checkpoint, tree)}"
     return f"benchmark_served@{workload}-{checkpoint}-{tree}" if checkpoint else f"benchmark_served_baseline@{workload}"
 
 
 def locate_cell(engine: str, workload: str, checkpoint: str | None, tree: str | None) -> Path:
-    served = "" if engine == TORCH_ENGINE else "served-"
+    served = "" if is_in_process(engine) else "served-"
     return CELLS_FOLDER / f"{served}{name_cell(workload, checkpoint, tree)}.json"
 
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from stages.cells import interval
 from stages.cells.cell import Acceptance, PooledSpeedup
-from stages.serving.latency import RequestRecord
-from stages.serving.spec_counters import AcceptanceCounts
+from stages.cells.request_record import AcceptanceCounts, RequestRecord
 from stages.trees import accept_length
 
 

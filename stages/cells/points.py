@@ -8,13 +8,13 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from stages.cells import interval, metrics
+from stages.cells import interval, metrics, request_record
 from stages.cells.cell import Acceptance, LoadPoint, RequestRow
+from stages.cells.request_record import RequestRecord
 from stages.grading import grade
 from stages.params.tree_shape import Load
-from stages.serving import latency
-from stages.serving.latency import RequestRecord
 
+MIN_JUDGED_CYCLES = 100  # of a draft that has one in twenty accepted, 100 cycles without any are one load in 170
 RepeatRecords = list[list[list[RequestRecord]]]  # repeat -> turn -> requests
 
 
@@ -38,7 +38,7 @@ def list_requests(repeats: RepeatRecords) -> list[PointRequest]:
 
 def list_throughputs(repeats: RepeatRecords) -> list[float | None]:
     """Return the output tokens/s of each repeat; None where tokens are not counted."""
-    return [latency.summarise_load(latency.join_turns(turns)).output_throughput for turns in repeats]
+    return [request_record.summarise_load(request_record.join_turns(turns)).output_throughput for turns in repeats]
 
 
 def build_point(
@@ -64,7 +64,7 @@ def build_point(
         max_new_tokens=load.max_new_tokens,
         concurrency=load.concurrency,
         request_rate=request_rate,
-        loads=[latency.summarise_load(latency.join_turns(turns)) for turns in repeats],
+        loads=[request_record.summarise_load(request_record.join_turns(turns)) for turns in repeats],
         acceptance=acceptance,
         quality=grade.summarise_grades(next(iter(references.values())), known) if known else None,
         requests=[_make_request_row(request, correct) for request, correct in zip(requests, marks, strict=True)],

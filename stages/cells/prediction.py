@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from stages.cells import interval
-from stages.cells.cell import TORCH_ENGINE
 from stages.cells.cost_model import CostModel
 from stages.cells.record import GREEDY, DraftSampling, Record, TableRow
 from stages.cells.replay_records import ReplayedTree, select_temperature
 from stages.cells.timing_grid import PlainStepTime, TimingGrid
+from stages.params.engines import SERVED, is_in_process
 from stages.params.tree_shape import TreeShape
 from stages.runtime import atomic
 
 LAUNCH_FILE = Path("results/launch.json")
 REPLAY_COLUMNS = ("num_steps", "topk", "num_draft_tokens", "tau_low", "tau_high", "draft_sampling")
-LAUNCHABLE_ENGINES = ("sglang", "vllm", "llama.cpp")  # whose flags are known
 # High / low of an interval around 1: of one that is wider neither "faster" nor "not faster" can be told.
 WIDEST_APART = 4.0
 LARGEST_ERROR = 600.0  # of a logarithm whose exponential is still a number
@@ -58,8 +57,8 @@ class SpeedupConditions(NamedTuple):
 
     def find_predicted(self, replayable: Collection[str]) -> "SpeedupConditions":
         """Return the conditions under which a measured load is predicted: the torch engine's predictions are of no workload."""
-        is_torch = self.engine == TORCH_ENGINE and self.workload in replayable
-        return self._replace(workload=None, max_new_tokens=None) if is_torch else self
+        is_predicted = is_in_process(self.engine) and self.workload in replayable
+        return self._replace(workload=None, max_new_tokens=None) if is_predicted else self
 
 
 class PredictedSpeedup(TableRow):
@@ -222,7 +221,7 @@ def index_torch_predictions(
     return {
         (row.temperature, row.checkpoint, row.shape): row
         for row in predicted
-        if row.engine == TORCH_ENGINE and row.concurrency == 1
+        if is_in_process(row.engine) and row.concurrency == 1
     }
 
 
@@ -244,7 +243,7 @@ def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: Desc
     nothing of a GPU. `describe_launch` returns None for a draft and tree that the engine can't run.
     """
     rows, found = list(predicted), []
-    for engine in LAUNCHABLE_ENGINES:
+    for engine in SERVED:
         engine_rows = [row for row in rows if row.engine == engine]
         for conditions in dict.fromkeys(row.conditions for row in engine_rows):
             group = [row for row in engine_rows if row.conditions == conditions]

@@ -12,10 +12,11 @@ from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 from stages.cells import interval
-from stages.cells.cell import PLAIN, RAN, SPECULATIVE, TORCH_ENGINE, UNSUPPORTED, Cell, LoadPoint, name_stage
+from stages.cells.cell import PLAIN, RAN, SPECULATIVE, UNSUPPORTED, Cell, LoadPoint, name_stage
 from stages.cells.prediction import OverruledPrediction, PredictedSpeedup, SpeedupConditions
 from stages.cells.record import Column, DraftSampling, TableRow
 from stages.cells.replay_records import ReplayedTree, select_sampled_alike
+from stages.params.engines import TORCH
 from stages.params.tree_shape import Load, TreeShape, parse_shape
 
 MEASURED, REPLAYED = "measured", "replayed"
@@ -181,7 +182,7 @@ def join_lines(
         else:
             # A cell measured in alternation with its own baseline does not need the workload's.
             # The torch engine's never has another: with benchmark.mode eagle there is no baseline at all.
-            has_own_baseline = cell.baseline_points or cell.engine == TORCH_ENGINE
+            has_own_baseline = cell.baseline_points or not cell.is_served
             baseline = cell if has_own_baseline else baselines[cell.workload]
             trees = replayed.get(cell.checkpoint, []) if cell.workload in replayed_workloads else []
             found += _build_speculative_lines(cell, baseline, trees)
@@ -235,7 +236,7 @@ def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSp
         speedup_high=predicted.high if predicted else None,
         workload=workload,
         tree=tree.shape.name,
-        engine=TORCH_ENGINE,
+        engine=TORCH.name,
         source=REPLAYED,
         in_turns=True,
         replay_tau=tree.tau,

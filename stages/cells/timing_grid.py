@@ -15,6 +15,7 @@ from stages.cells.cell import Hardware
 from stages.cells.cost_model import CostModel, PromptArrivals
 from stages.cells.interval import TimeEstimate
 from stages.cells.record import GREEDY, DraftSampling, Record
+from stages.params.engines import TORCH
 from stages.params.tree_shape import TreeShape
 from stages.runtime import atomic
 
@@ -132,7 +133,7 @@ def read_serving_costs(workload: str, model: str) -> list[TimingGrid]:
 
 def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:
     """Return the torch engine's grid of a draft for the target `model`. Raises ValueError also if it is of others."""
-    path, stage = locate_timing_grid("torch", checkpoint), f"time_trees@{checkpoint}"
+    path, stage = locate_timing_grid(TORCH.name, checkpoint), f"time_trees@{checkpoint}"
     found = TimingGrid.read_json(path, stage, COST_DEFINITIONS)
     _check_owner(path, stage, "the draft of checkpoint", found.checkpoint, checkpoint)
     _check_owner(path, stage, "drafts of the target", found.target[0] if found.target else None, model)

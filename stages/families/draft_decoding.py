@@ -10,13 +10,14 @@ from stages.engine.decode import Engine
 from stages.engine.proposer import Drafter
 from stages.families.family import LoadedDraft, get_part, load_draft
 from stages.params import schema
+from stages.params.tree_shape import SGLANG_SCORING
 from stages.target.manifest import TargetManifest
 
 # Of a family: (draft, the target's model, a key of draft_tree.TREE_SCORINGS) -> the draft beside its target.
 BuildDrafter = Callable[[LoadedDraft, PreTrainedModel, str], Drafter]
 
 
-def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str = "sglang") -> Drafter:
+def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str = SGLANG_SCORING) -> Drafter:
     """Return a draft beside its target. Raises ValueError where they don't fit each other."""
     return cast(BuildDrafter, get_part(draft.family, "decoding", "build_drafter"))(draft, model, tree_scoring)
 

@@ -18,7 +18,7 @@ from stages.families.draft_replay import build_replay
 from stages.families.family import LoadedDraft
 from stages.hidden_states.format import HiddenStatesRow
 from stages.hidden_states.reader import EVAL_FOLDER, HiddenStatesReader
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import SGLANG_SCORING, TreeShape
 from stages.replay.replay import ReplayBatch
 from stages.target.manifest import TargetManifest
 from stages.training.packed_rows import PackIndex
@@ -73,7 +73,7 @@ class HeldOutAnswers:
         """Return tau of a chain of three drafts, of fewer where a block has fewer; None of a family that is not replayed."""
         if not self._draft.family.is_replayed:
             return None
-        replayed = build_replay(self._draft, *self._trainer.training_step.tables, self._target, "sglang")
+        replayed = build_replay(self._draft, *self._trainer.training_step.tables, self._target, SGLANG_SCORING)
         steps = min(CHAIN_STEPS, replayed.most_steps or CHAIN_STEPS)
         trees = [TreeShape(steps, 1, steps + 1)]
         capacity = replayed.compute_capacity(trees, REPLAY_MEMORY)

@@ -11,20 +11,23 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from stages.cells.request_record import RequestRecord
 from stages.draft import checkpoint
-from stages.measuring import server_setup
+from stages.engines import gguf_files, server
+from stages.engines.llama_cpp import LlamaCpp, build_slot_flags
+from stages.engines.protocol import LoadRequest, ServedDraft, describe_draft, format_flags
+from stages.measuring import load_generator, server_setup
+from stages.measuring.load_generator import Arrivals
 from stages.params import schema
+from stages.params.engines import ENGINES
 from stages.params.families import find_family
 from stages.params.target_files import GGUF_TYPES
 from stages.params.tree_shape import TreeShape
 from stages.runtime import atomic, free_port
-from stages.serving import engine_flags, load_generator, server
-from stages.serving.latency import RequestRecord
-from stages.serving.load_generator import Arrivals, LoadRequest
-from stages.target import chat_template, gguf_files, manifest
+from stages.target import chat_template, manifest
 from stages.telemetry.run_stage import run_stage
 
-ENGINE = "llama.cpp"
+ENGINE = LlamaCpp()
 STEPS = 3  # drafts a cycle in the line that is printed; a block draft's are its block
 SLOT_TOKENS = 1024
 QUESTION, ANSWER_TOKENS = "What is the weather like in winter?", 64
@@ -38,7 +41,7 @@ def main(checkpoint_name: str, folder: str, outtype: str) -> None:
     config = server_setup.read_draft_config(params, checkpoint_name)
     draft = _choose_chain(params, checkpoint_name, config)
     files = _write_files(params, draft, Path(folder), outtype)
-    flags = engine_flags.build_speculation_flags(ENGINE, dataclasses.replace(draft, folder=str(files[1])), config)
+    flags = ENGINE.build_speculation_flags(dataclasses.replace(draft, folder=str(files[1])), config)
     record = _ask_server(params, str(files[0]), flags)
     if record.failure_reason or record.counts is None:
         raise ValueError(
@@ -47,25 +50,23 @@ def main(checkpoint_name: str, folder: str, outtype: str) -> None:
     print(
         f"llama-server answers with both: {record.output_tokens} tokens in {record.counts.cycles} cycles, "
         f"{record.counts.accepted} drafts accepted. Start it with",
-        f"  {shlex.join(['llama-server', '-m', str(files[0]), *flags])}",
+        f"  {shlex.join([ENGINES[ENGINE.name].program, '-m', str(files[0]), *flags])}",
         sep="\n",
     )
 
 
-def _choose_chain(params: schema.Params, checkpoint_name: str, config: dict[str, Any]) -> engine_flags.ServedDraft:
+def _choose_chain(params: schema.Params, checkpoint_name: str, config: dict[str, Any]) -> ServedDraft:
     """Return the draft with the chain that is tried. Raises ValueError where llama.cpp does not run it."""
     family = find_family(config)
     num_steps = family.count_drafts(config["block_size"]) if family.is_block else STEPS
     shape = TreeShape(num_steps, 1, num_steps + 1)
-    if reason := engine_flags.explain_unsupported(ENGINE, shape, config):
+    if reason := ENGINE.explain_unsupported(shape, config):
         raise ValueError(f"{checkpoint_name}: {reason}; llama.cpp takes EAGLE-3 and block drafts")
     folder = checkpoint.locate_checkpoint(checkpoint_name) / "draft"
-    return engine_flags.describe_draft(str(folder), config, shape, params.benchmark_served.server.algorithm)
+    return describe_draft(str(folder), config, shape, params.benchmark_served.server.algorithm)
 
 
-def _write_files(
-    params: schema.Params, draft: engine_flags.ServedDraft, folder: Path, outtype: str
-) -> tuple[Path, Path]:
+def _write_files(params: schema.Params, draft: ServedDraft, folder: Path, outtype: str) -> tuple[Path, Path]:
     """Return the files of target and draft in `folder`, of a GGUF type, or that of target.dtype where none is named."""
     by_type = {name: dtype for dtype, name in GGUF_TYPES.items()}
     dtype, quantised = by_type.get(outtype, params.target.dtype), None if outtype in by_type else outtype or None
@@ -95,11 +96,20 @@ def _ask_server(params: schema.Params, target: str, flags: list[str]) -> Request
     prompt = chat_template.encode_prompt(tokenizer, [{"role": "user", "content": QUESTION}])
     request = LoadRequest("export#0", prompt, ANSWER_TOKENS, 0.0, 1.0, None, ignore_eos=True)
     port = free_port.find_free_port()
-    line = server.build_server_command(ENGINE, target, port, t.dtype, t.device, t.trust_remote_code)
-    line += [*server.format_flags(server.build_slot_flags(1, SLOT_TOKENS, t.num_threads)), *flags]
-    with server.ServerProcess(ENGINE, line, port, LOG, TIMEOUT_S, section="aerie export") as own:
+    line = ENGINE.build_command(target, port, t.dtype, t.device, t.trust_remote_code)
+    line += [*format_flags(build_slot_flags(1, SLOT_TOKENS, t.num_threads)), *flags]
+    with server.ServerProcess(ENGINE.name, line, port, LOG, TIMEOUT_S, section="aerie export") as own:
         load = load_generator.run_load(
-            own.base_url, target, [request], Arrivals(math.inf, 1, 0), TIMEOUT_S, [], "aerie export", engine=ENGINE
+            own.base_url,
+            target,
+            [request],
+            Arrivals(math.inf, 1, 0),
+            TIMEOUT_S,
+            [],
+            "aerie export",
+            None,
+            ENGINE,
+            STEPS,
         )
         return asyncio.run(load).records[0]
 

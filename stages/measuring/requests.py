@@ -8,12 +8,14 @@ from typing import Any
 
 import polars as pl
 
+from stages.cells import request_record
+from stages.engines import http_session, registry
+from stages.engines.protocol import LoadRequest, ServerSetup, ServingEngine
+from stages.measuring.load_generator import LoadResult
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.prompts import workload_prompts
 from stages.prompts.workload_prompts import WorkloadPrompt
-from stages.serving import engine_flags, http_session, latency
-from stages.serving.load_generator import LoadRequest, LoadResult
 from stages.target import chat_template, manifest, vision
 
 SECTION = "benchmark_served.server"
@@ -30,9 +32,13 @@ class ServedCellContext:
     warmup_prompts: pl.DataFrame
     manifest: manifest.TargetManifest
     target_folder: Path
-    setup: engine_flags.ServerSetup
+    setup: ServerSetup
     image_processor: vision.CachedImageProcessor | None
     simulated_answers: Mapping[tuple[str, int], int] | None = None  # tokens by prompt and length: simulated_answers.py
+
+    @property
+    def engine(self) -> ServingEngine:
+        return registry.get(self.params.benchmark_served.engine)
 
     @cached_property
     def api_key(self) -> str | None:
@@ -102,6 +108,6 @@ def _build_image_fields(processor: vision.CachedImageProcessor, images: list[str
     }
 
 
-def decode_text(work: ServedCellContext, record: latency.RequestRecord) -> str:
+def decode_text(work: ServedCellContext, record: request_record.RequestRecord) -> str:
     """Return an answer without the target's special tokens, as a server would send it."""
     return work.tokenizer.decode(record.ids, skip_special_tokens=True) if record.ids else record.text

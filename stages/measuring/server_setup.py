@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import subprocess
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,18 @@ from typing import Any
 from stages.cells import cell
 from stages.cells.cell import Hardware
 from stages.draft import checkpoint
+from stages.engines import gpu_memory
+from stages.engines.protocol import ServerSetup, describe_draft
 from stages.families.family import find_family, get_files
 from stages.grading import grade
+from stages.measuring.measured_server import MeasuredServer, ServerPlan
 from stages.measuring.requests import SECTION, ServedCellContext
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape, parse_shape
 from stages.prompts import workload_prompts
-from stages.serving import engine_flags, gpu_memory, measured_server
-from stages.serving.measured_server import MeasuredServer, ServerPlan
-from stages.serving.server import locate_program
-from stages.target import gguf_files, manifest, vision
+from stages.target import manifest, vision
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROMPT_COLUMNS = ("id", "prompt_ids", "length_share")  # of a cell's fingerprint
@@ -62,11 +60,11 @@ def _build_setup(
     target: manifest.TargetManifest,
     folder: Path,
     draft_config: dict[str, Any],
-) -> engine_flags.ServerSetup:
+) -> ServerSetup:
     settings = params.benchmark_served.server
     caps = [cap for _, cap in workload.list_loads() if cap is not None]
     positions = draft_config.get("max_position_embeddings", target.max_position_embeddings)
-    return engine_flags.ServerSetup(
+    return ServerSetup(
         engine=params.benchmark_served.engine,
         folder=str(folder),
         dtype=params.target.dtype,
@@ -91,32 +89,30 @@ def configure_server(
         return MeasuredServer(cell.name_configuration(None, None))
     settings = work.params.benchmark_served
     folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
-    draft = engine_flags.describe_draft(folder, draft_config, tree, settings.server.algorithm)
-    flags = engine_flags.build_speculation_flags(settings.engine, draft, draft_config)
+    draft = describe_draft(folder, draft_config, tree, settings.server.algorithm)
+    flags = work.engine.build_speculation_flags(draft, draft_config)
     name = cell.name_configuration(checkpoint_name, tree.name)
     return MeasuredServer(name, checkpoint_name, tree.name, draft, flags)
 
 
 def samples_drafts(work: ServedCellContext, measured: MeasuredServer) -> bool:
-    """Return whether the server samples the workload's drafts; False without a draft, and at temperature 0."""
-    if measured.draft is None or not work.workload.temperature:
+    """Return whether the server samples the workload's drafts; False without a draft, at temperature 0, and at top_k 1."""
+    if measured.draft is None or not work.workload.temperature or work.workload.top_k == 1:
         return False
     flags = [*measured.speculation_flags, *work.setup.more]
     environment = measured.info.get("environment", {})
-    configuration = work.setup.engine, measured.draft, flags, environment, work.workload.top_k
-    return engine_flags.samples_drafts(*configuration)
+    return work.engine.samples_drafts(measured.draft, flags, environment)
 
 
 def explain_unsupported(work: ServedCellContext, measured: MeasuredServer, draft_config: dict[str, Any]) -> str | None:
     """Return why the engine can't run this cell; None if it can."""
-    engine, reason = work.params.benchmark_served.engine, None
+    engine, reason = work.engine, None
     if measured.draft:
-        reason = engine_flags.explain_unsupported(engine, parse_shape(measured.tree_name or ""), draft_config)
-        if not reason and engine_flags.find_first_version(engine, draft_config):
-            version = measured_server.find_engine_version(build_server_plan(work))
-            reason = engine_flags.explain_old_version(engine, version, draft_config)
-    if not reason and work.image_processor and engine != "sglang":
-        reason = f"{engine} takes no pictures with token ids"
+        reason = engine.explain_unsupported(parse_shape(measured.tree_name or ""), draft_config)
+        if not reason and engine.find_change(draft_config):
+            reason = engine.explain_old_version(build_server_plan(work).find_version(), draft_config)
+    if not reason and work.image_processor and not engine.takes_images:
+        reason = f"{engine.name} takes no pictures with token ids"
     return reason
 
 
@@ -153,7 +149,7 @@ def build_server_plan(work: ServedCellContext) -> ServerPlan:
         request_timeout_s=work.workload.deadline_s,
         start_timeout_s=settings.start_timeout_s,
         num_threads=work.params.target.num_threads,
-        vision_patch=settings.vision_patch and work.setup.engine == "sglang" and target.modality == "image",
+        vision_patch=settings.vision_patch and target.modality == "image",
         section=SECTION,
         max_concurrency=min(max(caps), prompts) if caps else None,
         request_tokens=_count_request_tokens(work),
@@ -162,38 +158,24 @@ def build_server_plan(work: ServedCellContext) -> ServerPlan:
     )
 
 
-def use_gguf_files(plan: ServerPlan, servers: Iterable[MeasuredServer]) -> ServerPlan:
-    """Return the plan with GGUF files in the place of folders, for llama.cpp; the servers' flags are changed too.
+def convert_folders(plan: ServerPlan, servers: Iterable[MeasuredServer]) -> ServerPlan:
+    """Return the plan with what the engine loads in the place of folders; the servers' flags are changed too.
 
     Raises:
-        ValueError: where llama-server is too old for a draft, or a file can't be made.
+        ValueError: where a program is too old for a draft, or a file can't be made.
     """
-    setup = plan.setup
-    if setup.engine != "llama.cpp" or plan.base_urls:
+    setup, folder = plan.setup, Path(plan.setup.folder)
+    if plan.base_urls:
         return plan
-    program, folder = [*plan.program, locate_program(setup.engine)][0], Path(setup.folder)
-    wanted = setup.dtype, setup.quantised, setup.trust_remote_code
     for server in servers:
         if server.draft:
-            check_spec_type(program, server.speculation_flags)
+            plan.engine.check_program(plan.program_path, server.speculation_flags)
         if server.draft and server.draft.family.segment:
-            file = str(gguf_files.make_gguf(Path(server.draft.folder), *wanted, target=folder))
+            found = plan.engine.convert_folder(Path(server.draft.folder), setup, folder)
             server.speculation_flags = [
-                file if word == server.draft.folder else word for word in server.speculation_flags
+                found if word == server.draft.folder else word for word in server.speculation_flags
             ]
-    return replace(plan, setup=replace(setup, folder=str(gguf_files.make_gguf(folder, *wanted))))
-
-
-def check_spec_type(program: str, flags: list[str]) -> None:
-    """Raise ValueError where this llama-server is too old for the flags of speculation; one that can't be asked is not judged."""
-    with suppress(OSError):
-        told = subprocess.run([program, "--help"], capture_output=True, text=True, errors="replace").stdout
-        missing = [word for word in flags if word.startswith(("draft-", "ngram-", "--")) and word not in told]
-        if told and missing:
-            raise ValueError(
-                f"{program} does not know {', '.join(missing)}, expected llama.cpp of October 2026 or later; run: "
-                "make serving-env ENGINE=llama.cpp, or name a newer one in benchmark_served.server.command"
-            )
+    return replace(plan, setup=replace(setup, folder=plan.engine.convert_folder(folder, setup)))
 
 
 def describe_hardware(work: ServedCellContext, measured: MeasuredServer, gpus: list[gpu_memory.GpuMemory]) -> Hardware:

@@ -1,7 +1,7 @@
 """Loads of a torch cell, decoded plainly and speculatively in turns: answer by answer, or load by load.
 
-The records have the form of a server's (serving/latency.py). A later turn follows plain decoding's own earlier answers in both
-kinds, so both decode the same prompt even after a near-tie. The kind that goes first alternates.
+The records have the form of a server's (cells/request_record.py). A later turn follows plain decoding's own earlier answers in
+both kinds, so both decode the same prompt even after a near-tie. The kind that goes first alternates.
 """
 
 import time
@@ -13,14 +13,14 @@ from typing import cast
 import torch
 
 from stages.cells.cell import PLAIN, SPECULATIVE
+from stages.cells.points import MIN_JUDGED_CYCLES
+from stages.cells.request_record import AcceptanceCounts, RequestRecord
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.measuring import torch_context
 from stages.measuring.torch_context import QuestionTurn, TorchCellContext
 from stages.params.tree_shape import Load
 from stages.prompts import workload_prompts
 from stages.runtime import distributed
-from stages.serving.latency import RequestRecord
-from stages.serving.spec_counters import MIN_JUDGED_CYCLES, AcceptanceCounts
 
 KINDS_BY_MODE = {"both": (PLAIN, SPECULATIVE), "eagle": (SPECULATIVE,), "baseline": (PLAIN,)}
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from stages.params.families import Engine
+from stages.params.engines import DEFAULT_SERVED, SERVED, ServedEngine
 from stages.params.section import (
     TEXT_OR_NUMBER,
     Count,
@@ -23,7 +23,7 @@ from stages.params.section import (
 )
 from stages.params.server_urls import ConfigurationUrls
 from stages.params.tree_sections import ShapeNames, TreeNames
-from stages.params.tree_shape import Load, parse_shape
+from stages.params.tree_shape import SGLANG_SCORING, Load, ScoringName, parse_shape
 
 Rate = Annotated[Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")], TEXT_OR_NUMBER]
 
@@ -148,7 +148,7 @@ class Benchmark(Section):
         False  # true: workloads of humaneval may be graded, which runs programs that the target wrote
     )
     torch_workloads: Names  # workloads for the torch engine, which interleaves plain and speculative decoding
-    tree_scoring: Literal["sglang", "eagle"] = "sglang"  # as replay_trees.tree_scoring
+    tree_scoring: ScoringName = SGLANG_SCORING  # as replay_trees.tree_scoring
     # above temperature 0; greedy: the likeliest drafts, as SGLang with DFlash and vLLM's default; sampled: drawn, as
     # SGLang with DSpark or DFlash2 and vLLM's draft_sample_method: probabilistic. Block drafts' chains only
     # (docs/trees.md)
@@ -247,7 +247,7 @@ class ServingCosts(Section):
 
 
 class BenchmarkServed(Section):
-    engine: Engine = "sglang"  # in its own environment: make serving-env
+    engine: ServedEngine = DEFAULT_SERVED  # in its own environment: make serving-env
     workloads: Names  # names of benchmark.workloads; []: no served cells
     checkpoints: Names
     trees: ShapeNames
@@ -256,6 +256,6 @@ class BenchmarkServed(Section):
 
     @model_validator(mode="after")
     def _check_quantised(self) -> "BenchmarkServed":
-        if self.server.quantised and self.engine != "llama.cpp":
+        if self.server.quantised and not SERVED[self.engine].loads_quantised:
             raise ValueError(f"server.quantised is {self.server.quantised}, expected null with engine {self.engine}")
         return self

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
+from stages.params.engines import SERVED
 from stages.params.families import SHAPES, DraftKind
 from stages.params.tree_shape import parse_shape
 
@@ -86,7 +87,7 @@ def _describe_drafts(
         if section == "benchmark_served" and (whole := draft.whole_block):
             takes = f"{whole.name} alone"
         elif section == "benchmark_served":
-            takes = "chains" if served.engine != "sglang" else "num_draft_tokens of at least num_steps + 1"
+            takes = SERVED[served.engine].runs
         else:
             limits = [
                 f"{key} of at most {most}"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from stages.params.engines import LaunchedEngine
 from stages.params.section import LIST_OR_NUMBER, Count, Name, NonNegative, Positive, Section, Seed, Share, Text
 from stages.params.server_urls import ServerUrls
 
@@ -172,7 +173,7 @@ class SamplingServer(Section):
     """The servers of sample_target. Settings of the connection are tracked by no stage."""
 
     # start and stop servers, one per GPU: transformers, sglang, vllm or llama.cpp; null: use those in base_urls
-    launch: Literal["transformers", "sglang", "vllm", "llama.cpp"] | None = None
+    launch: LaunchedEngine | None = None
     # more flags of those servers, as [--tp, "2"], which makes it one per two GPUs
     launch_args: list[str] = Field(default_factory=list)
     start_timeout_s: Positive = 900  # loading a large target takes minutes
@@ -244,6 +245,11 @@ class SampleTarget(Section):
                 f"history is target, expected data with backend {self.backend}; set data, or backend: server"
             )
         return self
+
+    @property
+    def is_in_process(self) -> bool:
+        """Return whether the target answers in the stage's own process."""
+        return self.backend not in ("server", "keep")
 
     @property
     def temperature_weights(self) -> list[tuple[float, float]]:

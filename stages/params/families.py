@@ -7,26 +7,17 @@ drafts (stage_inputs.py); this file is not.
 
 import functools
 import operator
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from stages.params.engines import SERVED, join_words
 from stages.params.section import Count, FeatureLayers, Name, Positive, Section
-from stages.params.tree_shape import NamedShape, TreeShape
+from stages.params.tree_shape import TreeShape
 
 TORCH_ONLY = "torch engine only"
-Engine = Literal["sglang", "vllm", "llama.cpp"]
-ENGINES: dict[str, str] = {
-    "sglang": "SGLang",
-    "vllm": "vLLM",
-    "llama.cpp": "llama.cpp",
-}  # that serve drafts, with their titles
-ENVIRONMENTS_FOLDER = Path("serving-env")  # with an environment for each
-PROGRAMS = {"sglang": "sglang", "vllm": "vllm", "llama.cpp": "llama-server"}  # that start their servers
 BUILTIN = "builtin/"  # begins the `model` of an imported checkpoint that has no weights: builtin/ngram
 SHAPES = {  # by the first letter of a shape's name (tree_shape.py)
     "t": "dynamic trees, as t8_2_16",
@@ -135,9 +126,12 @@ class DraftFamily:
     # of a block: the slot that predicts the first draft, 1 where slots predict themselves
     first_slot: int | None = None
     is_replayed: bool = True  # by replay_trees; time_trees and servers run it too
-    served_by: str | None = None  # the one engine that aerie starts with it where it is not replayed
-    own_engines: str = ""  # that have one of their own, in words
     samples_drafts: bool = False  # its chains can be drawn, and verified by the ratio of both probabilities
+
+    @property
+    def served_by(self) -> str | None:
+        """Return the one engine that aerie starts with its own drafts of this family; None if there is none."""
+        return next((name for name, engine in SERVED.items() if engine.own_families.get(self.name)), None)
 
     @property
     def is_block(self) -> bool:
@@ -150,11 +144,7 @@ class DraftFamily:
 
     def list_facts(self) -> dict[str, Any]:
         """Return what may change a result, by name."""
-        return {
-            key: value
-            for key, value in vars(self).items()
-            if key not in ("segment", "title", "depth_of", "served_by", "own_engines")
-        }
+        return {key: value for key, value in vars(self).items() if key not in ("segment", "title", "depth_of")}
 
 
 def _block(name: str, title: str, segment: type[Segment], architecture: str, first_slot: int) -> DraftFamily:
@@ -173,27 +163,12 @@ EAGLE = DraftFamily(
     depth_of="the {} steps whose guesses are measured (train_draft.ttt_steps)",
 )  # fmt: skip
 MEDUSA = DraftFamily("medusa", "Medusa", "medusa", MedusaSegment, "s", depth_of="its {} heads", is_replayed=False)
-NGRAM = DraftFamily(
-    "ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False, served_by="llama.cpp",
-    own_engines="SGLang, vLLM and llama.cpp",
-)  # fmt: skip
+NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False)
 LOOKAHEAD = DraftFamily("lookahead", "lookahead", "lookahead", shapes="l", is_replayed=False)
 FAMILIES = {f.name: f for f in (EAGLE3, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD)}
 TRAINABLE = {name: family.segment for name, family in FAMILIES.items() if family.segment}
 BLOCKS = {name: family for name, family in FAMILIES.items() if family.is_block}
 ALGORITHMS = frozenset(family.algorithm for family in BLOCKS.values())
-
-
-def list_environments(engine: str) -> list[Path]:
-    """Return the folders of an engine's own environment, the first that exists is used (make serving-env)."""
-    return [ENVIRONMENTS_FOLDER / name for name in (engine, f"{engine}-cpu")]
-
-
-def find_program(engine: str, program: str = "") -> str | None:
-    """Return the path of a program of the engine, by default its server: in its own environment, else on the PATH."""
-    program = program or PROGRAMS[engine]
-    paths = [folder / "bin" / program for folder in list_environments(engine)]
-    return next((str(path) for path in paths if path.exists()), shutil.which(program))
 
 
 SEGMENT_TAG = "a segment of {}"  # in pydantic's locations, where it is no key of the file
@@ -269,22 +244,16 @@ class DraftKind:
 
     def explain_unserved(self, engine: str, shape: TreeShape) -> str | None:
         """Return why an engine can't run a shape with this draft; None if it can."""
-        if engine == self.family.served_by:
-            return _explain_unserved_ngram(shape)
+        facts = SERVED[engine]
+        if explain := facts.own_families.get(self.name):
+            return self.explain_ungrown(shape) or explain(shape)
         if not self.family.is_replayed:
             return f"aerie starts no {engine} with {self.family.title}: {self._explain_own_engines()}"
         if shape.letter != "t":
             return f"{engine} drafts {SHAPES['t']}"
         if whole := self.whole_block:
             return _explain_unserved_block(shape, self.family, whole)
-        if engine != "sglang" and shape.topk > 1:
-            return f"{ENGINES[engine]} drafts chains only, this tree has topk {shape.topk}"
-        if engine == "sglang" and shape.num_draft_tokens < shape.num_steps + 1:
-            return (
-                f"SGLang from 0.5.17 on needs num_draft_tokens of at least num_steps + 1 = {shape.num_steps + 1}, found "
-                f"{shape.num_draft_tokens}: its scheduler ends at start"
-            )
-        return None
+        return facts.explain_unserved(shape)
 
     def is_served(self, shape: TreeShape) -> bool:
         """Return whether a serving engine can run the shape."""
@@ -292,7 +261,7 @@ class DraftKind:
 
     def list_engines(self, shape: TreeShape) -> str:
         """Return the engines that run the shape, in words."""
-        running = [title for engine, title in ENGINES.items() if self.explain_unserved(engine, shape) is None]
+        running = [facts.title for engine, facts in SERVED.items() if self.explain_unserved(engine, shape) is None]
         return ", ".join(running) or TORCH_ONLY
 
     def explain_torch_only(self, shapes: Iterable[TreeShape]) -> str | None:
@@ -306,26 +275,15 @@ class DraftKind:
             )
         if not self.family.is_replayed:
             return f"{TORCH_ONLY}: {self._explain_own_engines()}"
-        return f"{TORCH_ONLY}: SGLang runs trees of at least num_steps + 1 draft tokens, vLLM and llama.cpp chains"
+        return f"{TORCH_ONLY}: {', '.join(f'{facts.title} runs {facts.runs}' for facts in SERVED.values())}"
 
     def _explain_own_engines(self) -> str:
         """Return which engines run a family that is not replayed, in words."""
-        if not self.family.own_engines:
+        own = [facts.title for facts in SERVED.values() if self.name in facts.own_families]
+        if not own:
             return f"no serving engine runs {self.family.title} so"
         served = f"benchmark_served measures {self.family.served_by}'s, of n3_3_8 say (docs/serving.md)"
-        return f"{self.family.own_engines} have {self.family.title} of their own; {served}"
-
-
-def _explain_unserved_ngram(shape: TreeShape) -> str | None:
-    """Return why llama.cpp's ngram-simple does not draft as a shape says; None if it does."""
-    if not isinstance(shape, NamedShape) or shape.letter != "n":
-        return f"n-gram lookup drafts {SHAPES['n']}"
-    longest, shortest, length = shape.numbers
-    if longest != shortest or length < longest:
-        return (
-            f"llama.cpp looks up n-grams of one length, and drafts at least as many tokens: n{longest}_{longest}_8, say"
-        )
-    return None
+        return f"{join_words(own)} have {self.family.title} of their own; {served}"
 
 
 def _explain_unserved_block(shape: TreeShape, family: DraftFamily, whole: TreeShape) -> str | None:

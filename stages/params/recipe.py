@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from stages.params.data_sections import DATASET_ID_PATTERN
-from stages.params.families import Engine
+from stages.params.engines import CellEngine, ServedEngine
 from stages.params.section import PACKAGE_NAME, PACKAGE_VERSION, Count, Name, Section, Text
 
 RECIPES_FOLDER = Path("recipes")
@@ -20,7 +20,7 @@ Revision = Annotated[str, Field(pattern=r"^\w[\w./-]*$")]
 class RecipeCells(Section):
     """Our cells of any tree (it is the published row's); without a checkpoint, the engine's plain decoding."""
 
-    engine: Literal["torch"] | Engine
+    engine: CellEngine
     workload: Name
     checkpoint: Name | None
 
@@ -69,7 +69,7 @@ class Recipe(Section):
     beside: list[PublishedMatch]
     files: dict[DataPath, RecipeFile] = Field(default_factory=dict)  # what `aerie fetch` gets, by its path here
     # by engine, sections with further keys for a machine where it is installed
-    where_installed: dict[Engine, dict[str, dict[str, Any]]] = Field(default_factory=dict)
+    where_installed: dict[ServedEngine, dict[str, dict[str, Any]]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def has_targets(self) -> "Recipe":

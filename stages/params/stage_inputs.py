@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from stages.params.benchmark_sections import BenchmarkServer
 from stages.params.checks import TEMPLATES_FOLDER
+from stages.params.engines import ENGINES
 from stages.params.families import FAMILIES, DraftFamily
 from stages.params.schema import Params, check_initial, load_params
 from stages.params.section import PARAMS_FILE, RUN_PARAMS, get_named
@@ -182,10 +183,6 @@ FAMILY_PARTS = {
     "benchmark_served": ("files",),
     "serving_costs": ("files",),
 }
-# Modules of one engine, which cells of others import and never run.
-ENGINE_CODE = {"sglang": ("stages/serving/server_startup/sglang_vision_patch.py",)}
-
-
 # What a stage shows of its work, by code of other stages.
 WATCHING_CODE = {"train_draft": "stages/families/held_out.py"}
 
@@ -359,12 +356,19 @@ def list_family_modules(stage: str, families: Collection[DraftFamily]) -> set[st
 
 def _list_left_out(params: Params, instance: Instance) -> set[str]:
     """Return the modules that the instance imports and that change nothing of what it makes."""
-    if instance.stage in WATCHING_CODE:
-        return {WATCHING_CODE[instance.stage]}
-    if not instance.stage.startswith(("benchmark_served", "serving_costs")):
-        return set()
-    others = (files for name, files in ENGINE_CODE.items() if name != params.benchmark_served.engine)
-    return {file for files in others for file in files}
+    others = ENGINES.keys() - _list_engines(params, instance.stage)
+    watching = {WATCHING_CODE[instance.stage]} if instance.stage in WATCHING_CODE else set()
+    return watching | {file for name in others for file in ENGINES[name].modules}
+
+
+def _list_engines(params: Params, stage: str) -> Collection[str]:
+    """Return the engines whose modules a stage may run; all, where a running server says which it is."""
+    if stage.startswith(("benchmark_served", "serving_costs")):
+        return {params.benchmark_served.engine}
+    sampling = params.sample_target
+    if stage == "sample_target" and (sampling.backend != "server" or sampling.server.launch):
+        return {sampling.server.launch} if sampling.backend == "server" and sampling.server.launch else ()
+    return ENGINES
 
 
 def list_families(params: Params, instance: Instance) -> list[DraftFamily]:

@@ -1,11 +1,11 @@
 """The sections that list trees: replay_trees, time_trees."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
 from stages.params.section import Count, Grid, Names, Positive, Section, _check_unique
-from stages.params.tree_shape import TreeShape, count_candidates, parse_shape
+from stages.params.tree_shape import SGLANG_SCORING, ScoringName, TreeShape, count_candidates, parse_shape
 
 MIN_TIMED_TREES = 8  # trees of time_trees: a fit without prompts of other requests has up to seven terms
 
@@ -55,7 +55,7 @@ class ReplayTrees(TreeGrid):
     # at topk 1 always num_steps + 1
     num_draft_tokens: DraftTokens = Field(default_factory=lambda: [4, 6, 8, 12, 16, 20, 24, 32, 48])
     # how nodes are scored; sglang: products of probabilities; eagle: sums of logarithms
-    tree_scoring: Literal["sglang", "eagle"] = "sglang"
+    tree_scoring: ScoringName = SGLANG_SCORING
     # trees with statistics of every cycle (docs/trees.md); null: the longest chain and the largest tree of the grid
     trace_trees: TreeNames | None = None
     # memory of rows and nodes processed at once, besides the draft; tens of GiB are faster on a GPU

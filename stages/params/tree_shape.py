@@ -12,7 +12,10 @@ imports no pydantic, so that engine and replay run without it.
 import math
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+ScoringName = Literal["sglang", "eagle"]  # how the nodes of a tree are scored (trees/draft_tree.py)
+SGLANG_SCORING: ScoringName = "sglang"  # the default: products of probabilities
 
 
 def count_candidates(num_steps: int, topk: int) -> int:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from stages.cells import interval
 from stages.cells.cell import Cell, LoadPoint, RequestRow
+from stages.cells.request_record import LoadSummary
 from stages.published.tables import UNKNOWN, PublishedRow
-from stages.serving.latency import LoadSummary
 
 if TYPE_CHECKING:
     from stages.published.agreement import SeriesAgreement
@@ -149,9 +149,7 @@ def _measure_acceptance(name: str) -> Measure:
             return None
         shape = cell.shape
         divisor = {"tau": 1, "accept_rate": shape.num_steps, "node_accept_rate": shape.num_draft_tokens - 1}[name]
-        uncounted = "vLLM counts accepted drafts over all requests, not of each"
-        reason = uncounted if cell.engine == "vllm" else ONE_PROMPT
-        return _build_number(figures[name], figures.tau_low, figures.tau_high, reason, divisor)
+        return _build_number(figures[name], figures.tau_low, figures.tau_high, ONE_PROMPT, divisor)
 
     return measure
 

@@ -34,7 +34,7 @@ from stages.draft.eagle3 import (
     encode_prefix,
 )
 from stages.hidden_states.format import HiddenStatesRow
-from stages.params.tree_shape import TreeShape, count_candidates
+from stages.params.tree_shape import SGLANG_SCORING, TreeShape, count_candidates
 from stages.replay.oracle_bounds import (
     PATH_PROBABILITY_THRESHOLDS,
     choose_integer_type,
@@ -202,7 +202,7 @@ def replay_answers(
     embedding: Tensor,  # [V, H]
     answers: ReplayBatch,
     trees: Sequence[TreeShape],
-    tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
+    tree_scoring: str = SGLANG_SCORING,  # a key of TREE_SCORINGS
     positions_per_batch: int = 1024,  # see `compute_capacity`
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:

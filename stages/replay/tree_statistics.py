@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stages.draft.eagle3 import Eagle3Draft, build_prefix_mask, compute_first_state, encode_prefix
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import SGLANG_SCORING, TreeShape
 from stages.replay.replay import ReplayBatch, gather_following_tokens
 from stages.trees.draft_tree import Candidates, select_topk
 from stages.trees.expansion import expand_candidates
@@ -78,7 +78,7 @@ def trace_cycles(
     answers: ReplayBatch,
     cycle_starts: Tensor,  # [B, P] bool: ReplayOutput.cycle_starts of this tree
     tree: TreeShape,
-    tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
+    tree_scoring: str = SGLANG_SCORING,  # a key of TREE_SCORINGS
 ) -> TreeCycles:
     """Return the cycles of one tree, row by row."""
     row, position = cycle_starts.nonzero(as_tuple=True)  # [C]
@@ -100,7 +100,7 @@ def describe_cycles(
     candidates: Candidates,  # of C trees
     following: Tensor,  # [C, S] the answer's tokens after each root, -1 past its end
     tree: TreeShape,
-    tree_scoring: str = "sglang",  # that of the candidates
+    tree_scoring: str = SGLANG_SCORING,  # that of the candidates
 ) -> TreeCycles:
     """Return the cycles whose trees are selected from these candidates."""
     topk = tree.topk

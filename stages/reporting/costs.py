@@ -13,13 +13,13 @@ from statistics import fmean
 from typing import Any
 
 from stages.cells import prediction, prediction_check, table
-from stages.cells.cell import TORCH_ENGINE
 from stages.cells.prediction import DescribeLaunch, LaunchAdvice, PredictedSpeedup, SpeculationLimit, SpeedupConditions
 from stages.cells.prediction_check import ComparedPrediction
 from stages.cells.record import DraftSampling, limit_draft_sampling
 from stages.cells.replay_records import ReplayedTree, select_temperature
 from stages.cells.table import ResultRow, TableLine
 from stages.cells.timing_grid import TimingGrid
+from stages.params.engines import is_in_process
 from stages.reporting import plots
 from stages.reporting.plots import PlotPoint
 from stages.reporting.text import align_columns, format_interval, format_number, format_tree
@@ -66,13 +66,13 @@ def predict_and_compare(
     for timed in by_load.values():
         for checkpoint, trees in replays.items():
             if nearest := _find_cost(checkpoint, timed, same_shapes):
-                is_torch = nearest.engine == TORCH_ENGINE
+                is_torch = is_in_process(nearest.engine)
                 drafts = draft_sampling if is_torch else nearest.draft_sampling
                 for temperature in temperatures if is_torch else [nearest.settings["temperature"]]:
                     selection = nearest, checkpoint, temperature, trees, drafts
                     rows += prediction.predict_speedups(*selection)
                     remarks += _explain_left_out(*selection)
-    torch_costs = [cost for cost in costs if cost.engine == TORCH_ENGINE]
+    torch_costs = [cost for cost in costs if is_in_process(cost.engine)]
     remarks += [
         f"{name}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no flags; add "
         "it to time_trees.checkpoints"

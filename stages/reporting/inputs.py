@@ -10,12 +10,12 @@ from stages.cells.prediction import LaunchAdvice
 from stages.cells.replay_records import ReplayedTree, TreeBucket
 from stages.cells.table import ResultRow, TableLine
 from stages.cells.training_records import DraftReport, TrainingReport
-from stages.params import families
+from stages.engines import versions
+from stages.params import engines
 from stages.reporting.costs import CostPrediction
 from stages.reporting.families import Families
 from stages.reporting.text import format_interval, format_tree
 from stages.reporting.verdict import Verdict
-from stages.serving import engine_versions, server
 from stages.telemetry.stage_log import StageRun
 
 StageReport = dict[str, Any]  # the JSON that a stage reports of itself; the page shows every value
@@ -92,8 +92,8 @@ def describe_older_engines(launch: Iterable[LaunchAdvice]) -> list[str]:
     for row in launch:
         if row.min_version is None:
             continue
-        installed = engine_versions.find_version(row.engine, server.locate_program(row.engine))
-        if installed and engine_versions.parse_release(installed) >= engine_versions.parse_release(row.min_version):
+        installed = versions.find_version(row.engine, engines.locate_program(row.engine))
+        if installed and versions.parse_release(installed) >= versions.parse_release(row.min_version):
             continue
         lines += _describe_runner_up(row, installed)
         newer[row.engine] = row.min_version
@@ -118,9 +118,9 @@ def _describe_runner_up(row: LaunchAdvice, installed: str | None) -> list[str]:
 def _advise_install(engine: str, version: str) -> str:
     """Return how to get the version: by one of the lists in serving-env/, where there is one."""
     name = f"{engine}-{version}"
-    if not (families.ENVIRONMENTS_FOLDER / f"{name}.txt").exists():
+    if not (engines.ENVIRONMENTS_FOLDER / f"{name}.txt").exists():
         return f"to launch the first, get {engine} {version} or later"
-    program = families.ENVIRONMENTS_FOLDER / name / "bin" / engine
+    program = engines.ENVIRONMENTS_FOLDER / name / "bin" / engine
     how = f"benchmark_served.server.command: [{program}, serve]"
     if program.exists():
         return f"{engine} {version} is in {program.parent.parent}: {how}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.cells.cell import TORCH_ENGINE, Cell, Hardware, list_versions
+from stages.cells.cell import Cell, Hardware, list_versions
 from stages.reporting.inputs import ReportInputs, ReportSettings
 from stages.telemetry.stage_log import StageRun
 
@@ -103,7 +103,7 @@ def summarise_stage_runs(stages: Mapping[str, StageRun | Cell], cells: Sequence[
     """Return sums of seconds, GPUs and joules of the last logged run of each stage, and of the cells."""
     groups: dict[str, list[StageRun | Cell]] = {name: [run] for name, run in stages.items()}
     for cell in cells:
-        stage = "benchmark" if cell.engine == TORCH_ENGINE else "benchmark_served"
+        stage = "benchmark_served" if cell.is_served else "benchmark"
         groups.setdefault(f"{stage}, {cell.workload}", []).append(cell)
     all_runs = [*stages.values(), *cells]
     lines = [_sum_runs(name, records) for name, records in groups.items()]

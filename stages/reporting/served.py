@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from stages.cells.cell import RAN, TORCH_ENGINE, Cell
+from stages.cells.cell import RAN, Cell
 from stages.cells.table import ResultRow, TableLine
 from stages.reporting.provenance import MachineGroup, group_machines
 from stages.reporting.served_sweeps import LoadSweep, build_sweeps
@@ -35,7 +35,7 @@ def build_served_page(all_lines: list[TableLine]) -> ServedPage | None:
     if not lines:
         return None
     cells, rows = list({id(line.cell): line.cell for line in lines}.values()), [line.row for line in lines]
-    served = [line for line in lines if line.cell.engine != TORCH_ENGINE]
+    served = [line for line in lines if line.cell.is_served]
     memory: dict[str, list[Cell]] = {}
     for cell in cells:
         if any(cell.memory[k] is not None for k in ("weights", "draft", "kv_cache", "gpu_serving")):
@@ -50,7 +50,7 @@ def build_served_page(all_lines: list[TableLine]) -> ServedPage | None:
         servers=[
             (cell.name, shlex.join(cell.server.command) or None)
             for cell in cells
-            if cell.status == RAN and cell.engine != TORCH_ENGINE
+            if cell.status == RAN and cell.is_served
         ],
         machines=group_machines(cells),
         headings=[c.heading for c in ResultRow.list_view(in_turns=False, on_page=True).values() if c.heading],

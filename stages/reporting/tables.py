@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from stages.cells.cell import TORCH_ENGINE, Cell
+from stages.cells.cell import Cell
 from stages.cells.table import ResultRow, TableLine
+from stages.params.engines import TORCH, is_in_process
 from stages.params.families import EAGLE3, DraftKind
 from stages.params.tree_shape import Load
 from stages.params.units import format_bytes
@@ -19,7 +20,6 @@ from stages.reporting.served_sweeps import build_sweeps
 from stages.reporting.text import (
     ONE_PROMPT,
     ONE_REPEAT,
-    UNCOUNTED,
     align_columns,
     format_column,
     format_number,
@@ -104,7 +104,7 @@ def group_in_turns(lines: Iterable[TableLine], replayed: Iterable[ResultRow] = (
             members.setdefault((line.row.workload, line.row.checkpoint), []).append(line)
     found = [
         ResultGroup(
-            *(workload, TORCH_ENGINE, checkpoint),
+            *(workload, TORCH.name, checkpoint),
             in_turns=True,
             rows=[line.row for line in group],
             cells=[line.cell for line in group],
@@ -116,7 +116,7 @@ def group_in_turns(lines: Iterable[TableLine], replayed: Iterable[ResultRow] = (
     for row in replayed:
         guessed.setdefault((row.workload, row.checkpoint), []).append(row)
     return found + [
-        ResultGroup(workload, TORCH_ENGINE, checkpoint, in_turns=True, rows=rows)
+        ResultGroup(workload, TORCH.name, checkpoint, in_turns=True, rows=rows)
         for (workload, checkpoint), rows in guessed.items()
     ]
 
@@ -214,7 +214,7 @@ def _list_heads(first: list[tuple[str, str]], in_turns: bool) -> list[tuple[str,
 
 
 def _format_load_group(group: ResultGroup, rows: list[ResultRow]) -> list[str]:
-    is_torch = group.engine == TORCH_ENGINE
+    is_torch = is_in_process(group.engine)
     text = [f"{group.title}, {'by the torch engine' if is_torch else f'served by {group.engine}'}"]
     measured = [row for row in group.rows if row.is_measured]
     if 0 < len(measured) <= MAX_TABLE_LINES:
@@ -247,9 +247,7 @@ def format_columns(row: ResultRow, on_page: bool = False) -> dict[str, str]:
         return {name: format_column(row, name, column, missing) for name, column in shown}
     if row.is_plain:
         row = row.model_copy(update={"speedup": 1.0})
-    # vLLM counts over all requests; tau has an interval where each is counted.
-    is_pooled = row.engine == "vllm" and (row.requests or 0) > (row.repeats or 1)
-    reasons = {"tau_low": UNCOUNTED if is_pooled else ONE_PROMPT}
+    reasons = {"tau_low": ONE_PROMPT}
     texts = {name: format_column(row, name, column, reasons.get(name, ONE_REPEAT)) for name, column in shown}
     return texts | ({"speedup_low": ""} if row.is_plain else {})
 

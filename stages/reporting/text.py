@@ -5,7 +5,7 @@ from stages.cells.record import Column, TableRow
 from stages.params import units
 from stages.params.tree_shape import parse_shape
 
-ONE_PROMPT, ONE_REPEAT, UNCOUNTED = "one prompt", "one repeat", "not by request"  # why a figure has no interval
+ONE_PROMPT, ONE_REPEAT = "one prompt", "one repeat"  # why a figure has no interval
 
 
 def format_tree(name: str) -> str:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-from stages.cells.cell import TORCH_ENGINE
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
 from stages.cells.replay_records import GroupTau, ReplayedTree, select_temperature
 from stages.cells.table import ResultRow
 from stages.cells.training_records import TrainingReport
+from stages.params.engines import is_in_process
 from stages.params.tree_shape import TreeShape, parse_shape
 from stages.params.units import list_first
 from stages.reporting.families import Families
@@ -264,7 +264,7 @@ def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collec
     """
     lines, used = [], set()
     sets = {(conditions.engine, conditions.workload) for conditions in measured}
-    sets |= {(engine, None) for engine, workload in sets if engine == TORCH_ENGINE and workload in replayable}
+    sets |= {(engine, None) for engine, workload in sets if is_in_process(engine) and workload in replayable}
     for conditions, found in measured.items():
         key = conditions.find_predicted(replayable)
         used.add(key)
@@ -348,7 +348,7 @@ def _describe_guess(
         return f"predicted {guess}" if guess.name == chosen.name else f"{guess.name} was predicted {guess}"
     if not guess.is_faster or (chosen is not guess and chosen.is_faster and guess.speedup <= chosen.speedup):
         return ""
-    section = "benchmark" if conditions.engine == TORCH_ENGINE else "benchmark_served"
+    section = "benchmark" if is_in_process(conditions.engine) else "benchmark_served"
     advice = f"measure it before you rely on it ({section}.checkpoints, workloads and trees)"
     return f"not measured here: {advice}" if guess is chosen else f"{guess.name} is predicted {guess}: {advice}"
 

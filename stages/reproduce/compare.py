@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.cells.cell import RAN, TORCH_ENGINE, Cell, locate_cell
+from stages.cells.cell import RAN, Cell, locate_cell
 from stages.params import schema
+from stages.params.engines import is_in_process
 from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
 from stages.published import agreement, comparison
 from stages.published import tables as published
@@ -134,7 +135,7 @@ def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, Cell | None,
     names = cells.workload, cells.checkpoint, tree if cells.checkpoint else None
     file = locate_cell(cells.engine, *names)
     cell = Cell.read(cells.engine, *names) if file.exists() else None
-    if cells.engine == TORCH_ENGINE or cell is None:
+    if is_in_process(cells.engine) or cell is None:
         return file.stem, cell, None
     if cell.baseline_points:  # plain decoding was measured in turns with it
         return file.stem, cell, cell.model_copy(update={"points": cell.baseline_points})

@@ -48,7 +48,7 @@ GPUS_SHARE = 0.96  # of the time of several GPUs that is used
 DISK_BYTES_S = 1.95e9
 # A plain step reads 15.14 GB in 4.574 ms on the torch engine and in 5.22 ms on SGLang, and takes at least their own time:
 # docs/results/2026-11-22-h200-one-engine.md, 2026-11-20-h200-decoding.md, 2026-11-22-h200-engine.md, 2026-11-21-h200-serving.md.
-STEP_BYTES_S = {"torch": 15.14e9 / 4.574e-3, "server": 15.14e9 / 5.22e-3}
+STEP_BYTES_S = {True: 15.14e9 / 4.574e-3, False: 15.14e9 / 5.22e-3}  # in process, on a server
 TORCH_LAYER_S = {False: 0.19e-3 / 7, True: 0.67e-3 / 7}  # of a mixture of experts
 SERVER_STEP_S = 1.19e-3
 SERVER_START_S = 64
@@ -277,18 +277,18 @@ def compute_train_flop(manifest: TargetManifest, draft: DraftConfig, steps: int)
 
 
 def estimate_step(
-    engine: str, p: schema.Params, target: TargetSize, bandwidth: float, at_once: int, context: int
+    in_process: bool, p: schema.Params, target: TargetSize, bandwidth: float, at_once: int, context: int
 ) -> float:
-    """Return the seconds of a plain step of `torch` or a `server`: the weights that `at_once` tokens meet, and their contexts.
+    """Return the seconds of a plain step, in process or on a server: the weights that `at_once` tokens meet, and their contexts.
 
     `bandwidth` is the share of an H200's.
     """
     m = target.manifest
     weights = min(target.all_blocks, target.blocks * at_once) + m.vocab_size * m.hidden_size
     read = weights * get_itemsize(p.target.dtype) + at_once * context * target.kv_bytes(p.target.dtype)
-    own = TORCH_LAYER_S[target.mixture] * m.num_layers if engine == "torch" else SERVER_STEP_S
+    own = TORCH_LAYER_S[target.mixture] * m.num_layers if in_process else SERVER_STEP_S
     compute = at_once * 2 * target.blocks / (EXTRACTING_SHARES[False] * PEAK_FLOPS)
-    return max(read / (STEP_BYTES_S[engine] * bandwidth), compute, own)
+    return max(read / (STEP_BYTES_S[in_process] * bandwidth), compute, own)
 
 
 @dataclass(frozen=True)
@@ -304,10 +304,10 @@ class _Hours:
         p, count = self.p, self.rows.train + self.rows.evaluated
         tokens = min(self.rows.length, p.sample_target.max_new_tokens)
         gpus, at_once = 1, p.sample_target.batch_size or 512
-        if p.sample_target.backend != "transformers":
+        if not p.sample_target.is_in_process:
             gpus = count_sampling_gpus(p)
             at_once = max(1, p.sample_target.server.concurrency // gpus)  # of one GPU
-        step = estimate_step("server", p, self.target, self.bandwidth, at_once, tokens)
+        step = estimate_step(False, p, self.target, self.bandwidth, at_once, tokens)
         batches = -(-count // (at_once * gpus))
         derivation = f"{batches:,} times {at_once} at once * {tokens:,} tokens * {1e3 * step:.1f} ms"
         self.result.add_hours("sample_target", batches * tokens * step * gpus, derivation, gpus)
@@ -359,7 +359,7 @@ class _Hours:
         cells, ways = len(b.checkpoints) * len(b.trees), 2 if b.mode == "both" else 1
         for name in b.torch_workloads:
             workload = b.workloads[name]
-            seconds = workload.most_repeats * sum(self._list_load_seconds("torch", workload))
+            seconds = workload.most_repeats * sum(self._list_load_seconds(True, workload))
             derivation = f"{cells} cells * {ways} ways * {seconds:.0f} s of plain decoding"
             gpu_seconds = cells * ways * seconds * b.num_gpus_per_model
             # Prompts are divided over the copies of the target; the sum of GPU-seconds stays.
@@ -373,11 +373,11 @@ class _Hours:
         stages += [("serving_costs", name, 1 + len(timed.trees)) for name in timed.workloads]
         for stage, name, servers in stages:
             workload, tp = self.p.benchmark.workloads[name], served.server.tp
-            load = workload.most_repeats * sum(self._list_load_seconds("server", workload))
+            load = workload.most_repeats * sum(self._list_load_seconds(False, workload))
             derivation = f"{servers} servers * ({SERVER_START_S} s + {load:.0f} s of plain decoding)"
             self.result.add_hours(f"{stage}, {name}", servers * (SERVER_START_S + load) * tp, derivation, tp)
 
-    def _list_load_seconds(self, engine: str, workload: Workload) -> Iterator[float]:
+    def _list_load_seconds(self, in_process: bool, workload: Workload) -> Iterator[float]:
         """Yield the seconds of each load of a workload: plain decoding, or the time its arrivals take."""
         for tokens, cap in workload.list_loads():
             prompts = workload.limit_prompts(cap) or _get_eval_rows(self.p)
@@ -385,7 +385,7 @@ class _Hours:
             prompts += min(workload.warmup, prompts)
             at_once = min(prompts, cap or prompts)
             context = (workload.input_tokens or 0) + tokens
-            step = estimate_step(engine, self.p, self.target, self.bandwidth, at_once, context)
+            step = estimate_step(in_process, self.p, self.target, self.bandwidth, at_once, context)
             arriving = 0 if workload.request_rate == "inf" else prompts / workload.requests_per_second
             yield max(prompts / at_once * tokens * step, arriving)
 

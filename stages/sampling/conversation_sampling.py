@@ -8,10 +8,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tqdm import tqdm
 
+from stages.engines import client, http_session
+from stages.engines.chat_answer import ChatAnswer
+from stages.engines.protocol import SamplingOptions
 from stages.runtime.journal import make_journal_key
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
-from stages.serving import client, http_session
 
 SHARDS_AHEAD = 4  # open at once, beyond what the concurrency needs: one slow row must not fill the memory
 
@@ -27,12 +29,10 @@ class AnswerHandler(Protocol[A]):
 
     def build_body(self, request: TargetRequest, history: list[dict[str, Any]]) -> dict[str, Any]: ...
 
-    def build_engine_options(
-        self, request: TargetRequest, prompt_ids: list[int], temperature: float
-    ) -> dict[str, dict[str, Any]]: ...
+    def build_options(self, request: TargetRequest, prompt_ids: list[int], temperature: float) -> SamplingOptions: ...
 
     def read_answer(
-        self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: client.ChatAnswer
+        self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: ChatAnswer
     ) -> A:
         """Return the answer with its ids. Raises UnusableRequestError, or ValueError where the server had another prompt."""
 
@@ -141,7 +141,7 @@ class ConversationSampler(Generic[A]):
         prompt_ids: list[int],
         journals: list[int],
         is_done: bool,
-    ) -> tuple[client.ChatAnswer, A]:
+    ) -> tuple[ChatAnswer, A]:
         """Return the answer from a journal or a server. Raises UnusableRequestError where the servers refuse the request, or the
         answer's token ids are unknown.
 
@@ -153,16 +153,14 @@ class ConversationSampler(Generic[A]):
         journaled = next((found for n in journals if (found := shards.journal(n).done.get(key))), None)
         if journaled is None and is_done:
             raise UnusableRequestError("refused")  # by the run that published its shard
-        answer = client.ChatAnswer(**journaled) if journaled else await self._ask_server(request, prompt_ids, body)
+        answer = ChatAnswer(**journaled) if journaled else await self._ask_server(request, prompt_ids, body)
         sampled = self.handler.read_answer(request, history, prompt_ids, answer)
         for shard in journals:
             shards.journal(shard).add(key, asdict(answer))
         return answer, sampled
 
-    async def _ask_server(
-        self, request: TargetRequest, prompt_ids: list[int], body: dict[str, Any]
-    ) -> client.ChatAnswer:
-        options = self.handler.build_engine_options(request, prompt_ids, body["temperature"])
+    async def _ask_server(self, request: TargetRequest, prompt_ids: list[int], body: dict[str, Any]) -> ChatAnswer:
+        options = self.handler.build_options(request, prompt_ids, body["temperature"])
         try:
             answer = await self.http.complete(body, options)
         except http_session.RequestRefusedError as error:

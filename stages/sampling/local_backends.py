@@ -16,6 +16,7 @@ from stages.engine import pooled_decode
 from stages.engine.decode_state import DecodeRequest
 from stages.engine.pooled_decode import PooledEngine
 from stages.engine.sampling import SamplingParams
+from stages.params.engines import TORCH
 from stages.runtime.journal import make_journal_key
 from stages.sampling import sampled_split
 from stages.sampling.requests import TargetRequest, UnusableRequestError
@@ -97,7 +98,7 @@ def sample_splits(context: SamplingContext, model: Any, splits: list[SampledSpli
             for split in splits:
                 _generate_split(context, model, split, bar)
             return
-        context.sampled_by = "the torch engine"
+        context.sampled_by = TORCH.title
         slots = context.p.sample_target.batch_size or (64 if model.device.type == "cpu" else 512)
         rows = _read_pooled_rows(context, splits, bar)
         while pool := list(itertools.islice(rows, POOL_ROWS)):

@@ -211,33 +211,6 @@ def build_chat_body(
     return body
 
 
-def build_engine_options(
-    request: TargetRequest, prompt_ids: list[int], temperature: float, max_new_tokens: int, eos: list[int], pad: int
-) -> dict[str, dict[str, Any]]:
-    """Return the fields added to a body per engine.
-
-    Only temperature and top_p shape the distribution: the model's generation defaults are overridden, as in
-    `target.generation`. llama.cpp gets the prompt as token ids, and answers in them.
-    `transformers serve` stays greedy at any temperature unless do_sample is set.
-    """
-    config = {
-        "do_sample": temperature > 0, "top_k": 0, "repetition_penalty": 1.0, "eos_token_id": eos,
-        "pad_token_id": pad, "max_new_tokens": max_new_tokens,
-    }  # fmt: skip
-    plain = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    # For vLLM "none" leaves a call as text, as wanted here; for SGLang it removes the tools from the prompt.
-    as_text = {"tool_choice": "none"} if request.tools else {}
-    by_engine: dict[str, dict[str, Any]] = {
-        "transformers": {"generation_config": json.dumps(config)},
-        "sglang": {**plain, "return_token_ids": True},  # from 0.5.17 on; older versions ignore it
-        "vllm": {**plain, **as_text, "return_token_ids": True},
-    }
-    if not request.images:  # the ids of a prompt hold no picture
-        by_id = {"prompt": prompt_ids, "repeat_penalty": 1.0, "return_tokens": True, "cache_prompt": False}
-        by_engine["llama.cpp"] = {**plain, **by_id}
-    return by_engine
-
-
 def _get_content_parts(message: dict[str, Any]) -> list[dict[str, str]]:
     """Return the parts of a message's content; an empty list where it is a text."""
     return message["content"] if isinstance(message["content"], list) else []

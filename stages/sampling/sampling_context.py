@@ -9,11 +9,11 @@ from typing import Any
 from tqdm import tqdm
 
 from stages.data import conversations
+from stages.engines.server import ServerGroup
 from stages.params import schema
 from stages.params.draft_sections import LEAST_COVERAGE
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
-from stages.serving.server import ServerGroup
 from stages.target import answer_token_ids, chat_template, manifest
 from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry import unfinished

@@ -4,23 +4,23 @@ import contextlib
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from stages.engines import client, http_session, registry
+from stages.engines.chat_answer import ChatAnswer
+from stages.engines.protocol import SamplingLaunch, SamplingOptions
 from stages.params import server_urls
-from stages.sampling import conversation_sampling, requests, sampled_split
+from stages.sampling import conversation_sampling, replicas, requests, sampled_split
 from stages.sampling.conversation_sampling import ConversationSampler, SamplingProgress
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
 from stages.sampling.sampling_context import SamplingContext
-from stages.serving import client, http_session, replicas, server
-from stages.target import answer_token_ids, chat_template, generation, gguf_files, manifest
+from stages.target import answer_token_ids, chat_template, generation, manifest
 from stages.target.answer_token_ids import SampledAnswer
-
-CPU_SLOTS = 8  # of llama.cpp: more requests at once are no faster on a few cores
-PROMPT_TOKENS = 2048  # of a conversation in a slot, on average at most
 
 
 def open_servers(
@@ -37,34 +37,29 @@ def open_servers(
         )
         return lambda: client.ChatClient(urls, s.model or t.model, *limits, secret)
     threads = t.num_threads if t.device == "cpu" else None
-    folder = str(context.folder)
-    if s.launch == "transformers":  # it fills what a request leaves open from the target's generation_config.json
-        folder = str(
-            generation.link_target(
-                context.folder,
-                scratch_folder.parent / "served_target",
-                context.target.eos_token_ids,
-                context.target.chat_template,
-            )
-        )
-    own_args: list[str] = []
-    if s.launch in ("sglang", "vllm") and context.target.chat_template is not None:
-        own_args = server.format_flags(
-            {"--chat-template": str(manifest.TARGET_FOLDER.resolve() / "chat_template.jinja")}
-        )
-    if s.launch == "llama.cpp":
-        # Its cache is one for all slots (-kvu), so that a long conversation may take of the others'.
-        folder = str(gguf_files.make_gguf(context.folder, t.dtype, None, t.trust_remote_code))
-        count = min(s.concurrency, CPU_SLOTS) if t.device == "cpu" else s.concurrency
-        tokens = count * (context.p.sample_target.max_new_tokens + PROMPT_TOKENS)
-        own_args = server.format_flags(
-            {"--alias": folder, "-kvu": True, **server.build_slot_flags(count, tokens, threads)}
-        )
-    target = folder, t.dtype, t.device, t.trust_remote_code
     logs = scratch_folder.parent  # they outlive the run, to explain a failure
-    planned = replicas.plan_replicas(s.launch, *target, [*own_args, *s.launch_args], s.start_timeout_s, logs, threads)
+    engine, target = registry.get(s.launch), context.target
+    template = None if target.chat_template is None else manifest.TARGET_FOLDER.resolve() / "chat_template.jinja"
+    linked = context.folder, logs / "served_target", target.eos_token_ids, target.chat_template
+    folder, own_args = engine.prepare_sampling(
+        SamplingLaunch(
+            folder=context.folder,
+            link_target=partial(generation.link_target, *linked),
+            template_file=template,
+            dtype=t.dtype,
+            device=t.device,
+            trust_remote_code=t.trust_remote_code,
+            concurrency=s.concurrency,
+            max_new_tokens=context.p.sample_target.max_new_tokens,
+            threads=threads,
+        )
+    )
+    launch_args = [*own_args, *s.launch_args]
+    planned = replicas.plan_replicas(
+        engine, folder, t.dtype, t.device, t.trust_remote_code, launch_args, s.start_timeout_s, logs, threads
+    )
     own = context.local_servers = stack.enter_context(planned)
-    return lambda: client.ChatClient(own.base_urls, folder, *limits, None, s.launch, own.check_alive)
+    return lambda: client.ChatClient(own.base_urls, folder, *limits, None, engine, own.check_alive)
 
 
 def _warn_of_date(context: SamplingContext) -> None:
@@ -121,15 +116,19 @@ class ServedAnswerHandler:
             seed=sampled_split.make_seed(s.seed, request.id),
         )
 
-    def build_engine_options(
-        self, request: TargetRequest, prompt_ids: list[int], temperature: float
-    ) -> dict[str, dict[str, Any]]:
-        eos, pad = self.context.target.eos_token_ids, self.context.encoder.pad_token
-        max_new_tokens = self.context.p.sample_target.max_new_tokens
-        return requests.build_engine_options(request, prompt_ids, temperature, max_new_tokens, eos, pad)
+    def build_options(self, request: TargetRequest, prompt_ids: list[int], temperature: float) -> SamplingOptions:
+        return SamplingOptions(
+            prompt_ids=prompt_ids,
+            has_images=bool(request.images),
+            has_tools=bool(request.tools),
+            temperature=temperature,
+            max_new_tokens=self.context.p.sample_target.max_new_tokens,
+            eos_token_ids=self.context.target.eos_token_ids,
+            pad_token=self.context.encoder.pad_token,
+        )
 
     def read_answer(
-        self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: client.ChatAnswer
+        self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: ChatAnswer
     ) -> SampledAnswer:
         encoder, tools, most = self.context.encoder, request.tools, self.context.p.sample_target.max_new_tokens
         served_ids = answer_token_ids.check_served_prompt(

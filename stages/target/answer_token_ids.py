@@ -9,7 +9,7 @@ from stages.target.prompt_encoder import PromptEncoder
 
 
 class ServedAnswer(Protocol):
-    """An answer as a server returned it (`serving.client.ChatAnswer`)."""
+    """An answer as a server returned it (`engines.client.ChatAnswer`)."""
 
     @property
     def text(self) -> str: ...

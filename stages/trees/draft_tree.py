@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stages.params.tree_shape import TreeShape, count_candidates
+from stages.params.tree_shape import SGLANG_SCORING, TreeShape, count_candidates
 
 # Up to so many scores in a row, or in all, sorting by unique keys is faster than torch.topk and a check for ties.
 SMALL_ROW, SMALL_TOTAL = 128, 1 << 14
@@ -42,8 +42,8 @@ class TreeScoring(NamedTuple):
     score_probability: Callable[[Tensor], Tensor]  # a path's probability -> its score
 
 
-TREE_SCORINGS = {
-    "sglang": TreeScoring(partial(torch.softmax, dim=-1), torch.mul, torch.clone),
+TREE_SCORINGS: dict[str, TreeScoring] = {
+    SGLANG_SCORING: TreeScoring(partial(torch.softmax, dim=-1), torch.mul, torch.clone),
     "eagle": TreeScoring(partial(torch.log_softmax, dim=-1), torch.add, torch.log),
 }
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stages.draft.eagle3 import Eagle3Draft, attend_prefix_and_ancestors, build_prefix_mask
+from stages.params.tree_shape import SGLANG_SCORING
 from stages.trees import draft_tree
 from stages.trees.draft_tree import Candidates
 
@@ -46,7 +47,7 @@ def expand_candidates(
     prefix_mask: Tensor | None,  # [B, P, T] bool: tokens that step 0 attends to, up to p; None: the whole prefix
     num_steps: int,
     topk: int,
-    tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
+    tree_scoring: str = SGLANG_SCORING,  # a key of TREE_SCORINGS
 ) -> Candidates:
     """Expand `num_steps` steps at each of the B*P positions, row by row: scores, tokens, parents [B*P, C]."""
     b, p, _ = hidden.shape

@@ -15,8 +15,8 @@ from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.target import loading, multimodal
 from stages.target.manifest import TargetManifest
+from tests.built_engines import build_engine
 from tests.engine.test_decode import build_small_engine, sample_by_transformers
-from tests.engines import build_engine
 from tests.target.multimodal_documents import TAPPED, TOKEN, documents, load
 from tests.target.test_multimodal_forward import random_draft
 from tests.target.test_target_forward import manifest_of, save_random_model

@@ -14,8 +14,8 @@ from stages.engine.sampling import SamplingParams, draw_tokens, draw_uniforms
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
 from stages.target.token_probabilities import compute_probabilities
+from tests.built_engines import build_engine
 from tests.engine import fake_cuda_graphs
-from tests.engines import build_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,8 +13,8 @@ from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.params.units import GIB, format_bytes
 from stages.target import loading
+from tests.built_engines import build_engine
 from tests.engine.test_decode import draft
-from tests.engines import build_engine
 from tests.target.test_target_forward import save_random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

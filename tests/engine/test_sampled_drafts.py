@@ -18,11 +18,11 @@ from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.target.hooks import capture_residual_streams
+from tests.built_engines import build_engine
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
 from tests.draft.slow_draft import CONFIG, small_target
 from tests.engine import fake_cuda_graphs
 from tests.engine.test_sampling import FEATURES, HOW, PROMPT, V, is_rejected, join_tokens, warp_logits
-from tests.engines import build_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -23,8 +23,8 @@ from stages.engine.decode_state import CacheSlots, DecodeRequest, DecodeStep, Pr
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.target.token_probabilities import compute_probabilities
+from tests.built_engines import build_engine
 from tests.draft.slow_draft import CONFIG, scatter, small_target
-from tests.engines import build_engine
 
 V, FEATURES = 7, [1, 2, 3]
 PROMPT = [3, 1, 4, 1]

@@ -20,9 +20,9 @@ from stages.families.medusa import MedusaDraft, MedusaMethod
 from stages.families.ngram import PromptLookupMethod
 from stages.families.static_tree import StaticTree, select_best_branches
 from stages.params.tree_shape import TreeShape
+from tests.built_engines import build_engine, decode_with_method
 from tests.engine import fake_cuda_graphs
 from tests.engine.test_decode import END, ROOM, VOCAB, join_tokens, prompts, sample_by_transformers, search_greedily
-from tests.engines import build_engine, decode_with_method
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

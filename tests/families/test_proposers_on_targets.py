@@ -17,9 +17,9 @@ from stages.families.ngram import PromptLookupMethod
 from stages.families.static_tree import StaticTree, select_best_branches
 from stages.params.tree_shape import TreeShape
 from stages.training import ttt
+from tests.built_engines import build_engine, decode_with_method
 from tests.engine.test_decode import END, prompts
 from tests.engine.test_decode import ROOM as LONG
-from tests.engines import build_engine, decode_with_method
 from tests.target.multimodal_documents import TAPPED, documents, load
 from tests.target.test_multimodal_forward import ROOM, described, join_tokens, row
 

@@ -6,27 +6,27 @@ from pathlib import Path
 
 import pytest
 
+from stages.engines import server
 from stages.runtime import free_port
-from stages.serving import server
 from tests.conftest import ROOT, edit_params
+from tests.engines.engine_double import FORK_VARIABLE
 from tests.measuring.served_project import DOUBLE, LOAD
-from tests.serving.engine_double import FORK_VARIABLE
 
 
 @pytest.fixture(scope="module")
-def shared_project(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_project(small_run: Path, forked_doubles: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What served cells need, of a graph that ran: target, drafts, prompts, replays; and the double's code."""
     project = tmp_path_factory.mktemp("served")
-    used = "artifacts drafts/e003 data/prompts data/prompt_sets results/replay stages tests/serving templates"
+    used = "artifacts drafts/e003 data/prompts data/prompt_sets results/replay stages tests/engines templates"
     for name in used.split():
         shutil.copytree(small_run / name, project / name)
-    shutil.copytree(ROOT / "tests/serving", project / "tests/serving", dirs_exist_ok=True)
+    shutil.copytree(ROOT / "tests/engines", project / "tests/engines", dirs_exist_ok=True)
     for name in ("params.yaml", "tests/conftest.py"):
         shutil.copy(small_run / name, project / name)
     return project
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def forked_doubles(torch_server: str) -> Iterator[None]:
     """Servers fork, instead of importing torch for their first answer."""
     with pytest.MonkeyPatch.context() as patch:
@@ -35,7 +35,7 @@ def forked_doubles(torch_server: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def running_url(shared_project: Path, forked_doubles: None) -> Iterator[str]:
+def running_url(shared_project: Path) -> Iterator[str]:
     """The URL of a server of e003 and t5_1_6 that somebody else started."""
     port = free_port.find_free_port()
     draft = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {shared_project}/drafts/e003/draft"

@@ -1,4 +1,4 @@
-"""Settings of served cells in tests, whose servers are the double of SGLang and vLLM (tests/serving/engine_double.py)."""
+"""Settings of served cells in tests, whose servers are the double of SGLang and vLLM (tests/engines/engine_double.py)."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from ruamel.yaml import YAML
 from stages.cells import replay_records
 from tests.conftest import EVAL, edit_params
 
-DOUBLE = [sys.executable, "-m", "tests.serving.engine_double"]
+DOUBLE = [sys.executable, "-m", "tests.engines.engine_double"]
 LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 40}
 
 

@@ -23,18 +23,19 @@ from safetensors.torch import load_file, save_file
 
 from stages import benchmark_served, prepare_prompts
 from stages.cells.cell import Cell, locate_cell
-from stages.measuring import export_gguf
+from stages.engines import gguf_files, registry, versions
+from stages.engines.sglang import SGLang
+from stages.measuring import export_gguf, load_generator
 from stages.measuring import requests as served_requests
 from stages.params.benchmark_sections import Workload
 from stages.prompts import workload_prompts
 from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.runtime import atomic
-from stages.serving import engine_versions, load_generator, server
-from stages.target import gguf_files, vision
+from stages.target import vision
+from tests.built_engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
 from tests.conftest import ROOT, edit_params, has_ended
-from tests.engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
+from tests.engines.engine_double import FORK_VARIABLE
 from tests.measuring.served_project import DOUBLE, LOAD, edit_server, read_replayed_tree
-from tests.serving.engine_double import FORK_VARIABLE
 
 ENGINE = "sglang"  # or vllm: cells of both have one name
 
@@ -77,9 +78,9 @@ def test_a_sweep_is_one_server_and_a_point_for_each_pair(
     read, run_load, warmups = workload_prompts.read_prompts, load_generator.run_load, []
     monkeypatch.setattr(workload_prompts, "read_prompts", lambda name: (read(name)[0], read(name)[0].head(3)))
 
-    async def note_warmup(*args: Any) -> Any:
-        warmups.append(len(args[5]))
-        return await run_load(*args)
+    async def note_warmup(**words: Any) -> Any:
+        warmups.append(len(words["warmup"]))
+        return await run_load(**words)
 
     monkeypatch.setattr(load_generator, "run_load", note_warmup)
     sweep = {**LOAD, "num_prompts": [2, 6], "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}
@@ -120,10 +121,10 @@ def test_vllms_cycles_and_accepted_drafts_are_replays(project: Path, monkeypatch
     edit_server(project, command=[*DOUBLE, "vllm", "serve"])
     workloads = {"eval": {**LOAD, "concurrency": 3}}
     edit_params(project, {"benchmark": {"workloads": workloads}, "benchmark_served": {"engine": "vllm"}})
-    monkeypatch.setattr(engine_versions, "find_version", lambda *_: "0.26.0")
+    monkeypatch.setattr(versions, "find_version", lambda *_: "0.26.0")
     with pytest.raises(ValueError, match=r"vLLM 0.26.0 does not count .*expected 0.30"):
         benchmark_served.main("eval", "e003", "t5_1_6")
-    monkeypatch.setattr(engine_versions, "find_version", lambda *_: "0.30.0")
+    monkeypatch.setattr(versions, "find_version", lambda *_: "0.30.0")
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
     (point,) = found["points"]
@@ -206,7 +207,8 @@ def test_what_a_server_ends_with_since_its_engine_cannot_run_it_is_such_a_cell(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As llama.cpp with a draft for a Gemma 3, which ended the run."""
-    monkeypatch.setattr(server, "KNOWN_ENDS", {"told to fail at start": "it keeps no hidden states of this target"})
+    ends = (("told to fail at start", "it keeps no hidden states of this target"),)
+    monkeypatch.setattr(SGLang, "known_ends", ends)
     edit_server(project, launch_args=["--fail-at-start"])
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
@@ -295,7 +297,7 @@ def test_the_server_ends_with_the_stage(
         line = [sys.executable, "-m", "stages.benchmark_served", "eval", "e003", "t5_1_6"]
         client = subprocess.Popen(line, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         until, children, forks_before = time.monotonic() + 120, [], list_forks(project, torch_server)
-        while not any("tests.serving.engine_double" in " ".join(c.cmdline()) for c in children):
+        while not any("tests.engines.engine_double" in " ".join(c.cmdline()) for c in children):
             assert time.monotonic() < until and client.poll() is None, client.communicate()[0]
             stages = [c for c in list_forks(project, torch_server) if c not in forks_before]
             children = [c for s in stages for c in s.children(recursive=True) if c.is_running()]
@@ -322,12 +324,11 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
     )
     work: Any = SimpleNamespace(image_processor=processor, workload=w, simulated_answers=None)
     row = WorkloadPrompt("a", [], images=paths, length_share=0.5)
-    (path, body) = load_generator.build_request(
-        served_requests.make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"
-    )
-    request_body = json.loads(body)
+    request = served_requests.make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60)
+    built = registry.get("sglang").build_request(request, "t")
+    request_body = json.loads(built.body)
     assert (
-        path == "/generate"
+        built.path == "/generate"
         and request_body["input_ids"] == [1, 9, 9, 2]
         and request_body["sampling_params"]["max_new_tokens"] == 30
     )

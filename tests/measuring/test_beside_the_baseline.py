@@ -10,10 +10,11 @@ import pytest
 
 from stages import benchmark_served
 from stages.cells.cell import Cell
-from stages.measuring import measured_loads, server_setup
+from stages.engines import gpu_memory, server
+from stages.engines.protocol import ServerSetup
+from stages.measuring import measured_loads, measured_server, measurement_lock, server_setup
+from stages.measuring.measured_server import MeasuredServer
 from stages.params.benchmark_sections import Workload
-from stages.serving import engine_flags, gpu_memory, measured_server, measurement_lock, server
-from stages.serving.measured_server import MeasuredServer
 from tests.conftest import EVAL, edit_params
 from tests.measuring.served_project import LOAD
 
@@ -92,8 +93,8 @@ def test_two_servers_that_do_not_fit_are_started_for_each_turn(
     assert started == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
 
 
-def make_setup() -> engine_flags.ServerSetup:
-    return engine_flags.ServerSetup("sglang", "t", "float32", "cpu", False, 1, 0.8, None, None, None, False, ())
+def make_setup() -> ServerSetup:
+    return ServerSetup("sglang", "t", "float32", "cpu", False, 1, 0.8, None, None, None, False, ())
 
 
 @pytest.mark.parametrize("is_together", [True, False])
@@ -103,14 +104,11 @@ def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
     """The server that comes first still changes from repeat to repeat, and all loads have as many repeats."""
     halves, order = iter([None, 0.2, 0.06, 0.04]), []
 
-    def measure(work: Any, opened: measured_loads.OpenedServer, load: Any, repeat: int) -> None:
-        order.append((opened.server.config_name, load, repeat))
+    def measure(work: Any, server: MeasuredServer, load: Any, repeat: int) -> None:
+        order.append((server.config_name, load, repeat))
 
     monkeypatch.setattr(benchmark_served, "_measure_widest_half", lambda measured, baseline: next(halves))
-    opened = contextlib.contextmanager(
-        lambda plan, servers, owner: iter([[measured_loads.OpenedServer(server, "", print) for server in servers]])
-    )
-    monkeypatch.setattr(measured_loads, "open_servers", opened)
+    monkeypatch.setattr(measured_loads, "open_servers", lambda plan, servers, owner: contextlib.nullcontext())
     monkeypatch.setattr(measured_loads, "run_load", measure)
     monkeypatch.setattr(
         server_setup, "build_server_plan", lambda work: SimpleNamespace(count_servers_at_once=lambda: 1 + is_together)

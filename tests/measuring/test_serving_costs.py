@@ -10,12 +10,13 @@ from benchmarks import serving_costs as compare
 from stages import benchmark_served, serving_costs
 from stages.cells import timing_grid
 from stages.cells.timing_grid import TimingGrid
-from stages.measuring import measured_loads, requests, server_setup, simulated_answers
+from stages.engines import registry
+from stages.engines.sglang import SGLang
+from stages.measuring import measured_loads, measured_server, requests, server_setup, simulated_answers
+from stages.measuring.measured_server import MeasuredServer
 from stages.params import schema
 from stages.prompts import workload_prompts
 from stages.runtime import scratch
-from stages.serving import measured_server
-from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
 from tests.measuring.served_project import DOUBLE, edit_server, read_replayed_tree
 
@@ -141,11 +142,11 @@ def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_lef
     monkeypatch.setattr(measured_server.ServerPlan, "count_servers_at_once", lambda _: 9)
     run, turns = measured_loads.run_load, []
 
-    def fall(work: Any, opened: measured_loads.OpenedServer, of: Any, repeat: int) -> None:
-        turns.append((opened.server.config_name, of, repeat))
+    def fall(work: Any, server: MeasuredServer, of: Any, repeat: int) -> None:
+        turns.append((server.config_name, of, repeat))
         if len(turns) == 27:
             raise KeyboardInterrupt
-        run(work, opened, of, repeat)
+        run(work, server, of, repeat)
 
     monkeypatch.setattr(measured_loads, "run_load", fall)
     with pytest.raises(KeyboardInterrupt):
@@ -178,7 +179,7 @@ def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
     (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
     assert grid.engine == "vllm" and len(grid.grid) == 8 and all(found > floor for floor, found in compute_floor(grid))
     flags = ["--speculative-config", json.dumps({"method": "eagle3", "num_speculative_tokens": 1}), "--x"]
-    _, config, other_flag = SimulatedAcceptance(2.0).build_flags("vllm", flags)
+    _, config, other_flag = registry.get("vllm").simulate_acceptance(2.0, flags)[0]
     assert json.loads(config) == {
         "method": "eagle3", "num_speculative_tokens": 1, "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": 2.0,
@@ -190,7 +191,7 @@ def test_a_server_that_does_not_accept_as_told_is_refused(load: Path, monkeypatc
     """An engine that passes over the setting would be timed at the draft's own tau, and the file would say another."""
     edit_params(load, {"serving_costs": {"accept_length": 2.9}})
     timing_grid.locate_serving_costs("load").unlink(missing_ok=True)  # of another test
-    monkeypatch.setattr(SimulatedAcceptance, "build_environment", lambda *_: {"SGLANG_SIMULATE_ACC_LEN": "1.5"})
+    monkeypatch.setattr(SGLang, "simulate_acceptance", lambda *words: (words[-1], {"SGLANG_SIMULATE_ACC_LEN": "1.5"}))
     with pytest.raises(ValueError, match=r"e003-t2_1_3: 1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
         serving_costs.main("load")
     assert not timing_grid.locate_serving_costs("load").exists()
@@ -237,7 +238,7 @@ def tau_of(tree: str) -> float:
         ({"request_rate": 8.0}, r"request_rate is 8.0, expected inf"),
         ({"concurrency": None}, r"load.concurrency has null or the same number twice"),
         ({"concurrency": [2, 2]}, r"expected different numbers"),
-        ({"concurrency": 1}, r"has 4 trees, and .*, expected at least 8 pairs .*; name more trees"),
+        ({"concurrency": 1}, r"has 4 trees, and .*, expected at least 8 pairs.*; name more trees"),
         ({"num_prompts": [1, 2], "concurrency": [1, 4]}, r"sends 2 prompts at concurrency 4, expected 4 or more"),
     ],
 )  # fmt: skip

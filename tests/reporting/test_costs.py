@@ -16,6 +16,7 @@ from stages.cells.prediction import PredictedSpeedup
 from stages.measuring import server_setup
 from stages.measuring.requests import ServedCellContext
 from stages.params import schema
+from stages.params.engines import SERVED
 from stages.params.tree_shape import TreeShape
 from tests import costs
 from tests.cells.test_cycle_times import decoded_cell, plain_s
@@ -165,7 +166,7 @@ CONFIGS: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("engine", prediction.LAUNCHABLE_ENGINES)
+@pytest.mark.parametrize("engine", SERVED)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_advised_command_is_the_measured_one(
     project: schema.Params, family: str, engine: str, capsys: pytest.CaptureFixture[str]

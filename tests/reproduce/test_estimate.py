@@ -118,14 +118,13 @@ def test_the_page_of_recipes_is_what_its_command_writes(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("engine", "at_once", "measured"),
-    [("torch", 1, 4.574), ("torch", 16, 5.18), ("torch", 64, 6.84), ("server", 1, 5.22)],
+    ("in_process", "at_once", "measured"), [(True, 1, 4.574), (True, 16, 5.18), (True, 64, 6.84), (False, 1, 5.22)]
 )
-def test_steps_are_those_measured(engine: str, at_once: int, measured: float) -> None:
+def test_steps_are_those_measured(in_process: bool, at_once: int, measured: float) -> None:
     """docs/results/2026-11-22-h200-one-engine.md and -engine.md: Qwen3-8B's shape, prompts of 512 tokens, answers of 64."""
     p, shape = shape_of("angelslim-qwen3-8b")
     found, slower = (
-        estimate.estimate_step(engine, p, shape, estimate.GPUS[gpu], at_once, 576) for gpu in ("h200", "h100")
+        estimate.estimate_step(in_process, p, shape, estimate.GPUS[gpu], at_once, 576) for gpu in ("h200", "h100")
     )
     assert found * 1e3 == pytest.approx(measured, rel=0.1)
     assert slower / found == pytest.approx(4.8 / 3.35)

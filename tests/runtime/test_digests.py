@@ -74,10 +74,10 @@ def test_a_stage_is_all_that_it_imports_but_what_changes_no_result() -> None:
     assert any(name.endswith(".j2") for name in found)
     assert not {"stages/runtime/atomic.py", "stages/params/schema.py", "stages/telemetry/run_stage.py"} & found
     assert find_code("benchmark_served_baseline", root=ROOT) == find_code("benchmark_served", root=ROOT)
-    without = digest_stage("report", KeptDigests(), left_out=["stages/serving/server.py"], root=ROOT)
+    without = digest_stage("report", KeptDigests(), left_out=["stages/engines/sglang.py"], root=ROOT)
     assert without.keys() == found - {
-        "stages/serving/server.py",
-        "stages/serving/server_guard.py",
+        "stages/engines/sglang.py",
+        "stages/engines/server_startup/sglang_vision_patch.py",
     }  # which it alone imports
 
 

@@ -12,8 +12,8 @@ from stages import prepare_target, sample_target
 from stages.target import chat_template, manifest
 from stages.toy import text_targets
 from tests.conftest import edit_params
+from tests.engines.misbehaving_server import Fake, completion
 from tests.sampling.sampled_project import answers, conversations_of, report, set_backend
-from tests.serving.misbehaving_server import Fake, completion
 
 DATED = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + text_targets.CHAT_TEMPLATE
 FIRST = date.today()

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from stages import sample_target
-from stages.serving import replicas
-from stages.serving.gpu_memory import GpuMemory
+from stages.engines.gpu_memory import GpuMemory
+from stages.sampling import replicas
 from tests.conftest import ROOT
+from tests.engines.misbehaving_server import Fake, completion, echo
 from tests.sampling.sampled_project import (
     SERVER,
     assert_same,
@@ -27,7 +28,6 @@ from tests.sampling.sampled_project import (
     set_backend,
     start_stage,
 )
-from tests.serving.misbehaving_server import Fake, completion, echo
 
 
 def test_a_killed_run_asks_again_only_what_was_under_way(project: Path) -> None:
@@ -160,7 +160,7 @@ FAKE_ENGINE = """#!{python}
 import os, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from tests.serving import misbehaving_server
+from tests.engines import misbehaving_server
 asked, seen = Path({asked!r}), {falls_at}
 def reply(body, number):
     with asked.open("ab", buffering=0) as file:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from stages import sample_target
 from stages.data import conversations
+from tests.engines.misbehaving_server import Fake, completion
 from tests.sampling.sampled_project import (
     CALLED,
     SPLITS,
@@ -21,7 +22,6 @@ from tests.sampling.sampled_project import (
     set_backend,
     with_tools,
 )
-from tests.serving.misbehaving_server import Fake, completion
 
 
 def rendered(body: dict[str, Any], tokenizer: Any) -> list[int]:

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from stages import sample_target
+from stages.engines import client, registry, server
+from stages.engines.chat_answer import ChatAnswer
+from stages.engines.protocol import LoadRequest
+from stages.measuring import load_generator
 from stages.runtime import free_port
-from stages.serving import client, load_generator, server
-from tests.engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
+from tests.built_engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
 from tests.sampling.sampled_project import (
     SPLITS,
     answers,
@@ -39,7 +42,7 @@ def transformers_serve(sampled: Path) -> Iterator[server.ServerProcess]:
     folder, problems = str(sampled / "artifacts/target"), ""
     for _ in range(2):
         port = free_port.find_free_port()
-        line = server.build_server_command("transformers", folder, port, "float32", "cpu", False)
+        line = registry.get("transformers").build_command(folder, port, "float32", "cpu", False)
         with server.ServerProcess("transformers", line, port, sampled / "server.log", 120, threads=1) as running:
             if not (problem := unanswered(running)):
                 yield running
@@ -88,12 +91,12 @@ def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, An
         for city in ("Oslo", "Rome", "Lima")
     ]
 
-    async def whole() -> list[client.ChatAnswer]:
+    async def whole() -> list[ChatAnswer]:
         async with client.ChatClient([url], model, 1, 60.0, 1) as http:
             return [await http.complete(body) for body in bodies]
 
     asks = [
-        load_generator.LoadRequest(str(n), b["messages"], b["max_tokens"], b["temperature"], 1.0, None, False)
+        LoadRequest(str(n), b["messages"], b["max_tokens"], b["temperature"], 1.0, None, False)
         for n, b in enumerate(bodies)
     ]
     found = asyncio.run(

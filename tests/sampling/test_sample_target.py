@@ -18,8 +18,8 @@ from stages.engine import pooled_decode
 from stages.engine.pooled_decode import PooledEngine
 from stages.sampling import local_backends, write_questions
 from stages.target import generation
+from tests.engines.misbehaving_server import Fake, completion, echo
 from tests.sampling.sampled_project import SPLITS, TEMPLATE, answers, report, set_backend
-from tests.serving.misbehaving_server import Fake, completion, echo
 
 FILE = r"\(weather_toon\.jsonl, row \d+\)"
 

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import sample_target
+from tests.engines.misbehaving_server import Fake, completion
 from tests.sampling.sampled_project import answers, report, set_backend
-from tests.serving.misbehaving_server import Fake, completion
 
 WRONG_COUNT = {"usage": {"completion_tokens": 99}}
 

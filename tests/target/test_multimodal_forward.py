@@ -19,7 +19,7 @@ from stages.replay.replay import ReplayBatch, replay_answers
 from stages.target import multimodal, packed_forward
 from stages.target.vision import ImagePatches
 from stages.training import ttt
-from tests.engines import build_engine
+from tests.built_engines import build_engine
 from tests.target.multimodal_documents import (
     CLASSES,
     DOCUMENTS,

@@ -12,8 +12,8 @@ from stages.engine.memory_estimate import estimate_memory
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
 from stages.trees import draft_tree
+from tests.built_engines import build_engine
 from tests.draft.slow_draft import CONFIG, random_draft, small_target
-from tests.engines import build_engine
 
 VOCAB = 5
 

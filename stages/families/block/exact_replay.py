@@ -26,7 +26,7 @@ from torch import Tensor
 
 from stages.draft.block_draft import BlockDraft
 from stages.families.block.expansion import check_block_tree, expand_block
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import SGLANG_SCORING, TreeShape
 from stages.replay.oracle_bounds import choose_integer_type
 from stages.replay.replay import PositionTables, ReplayBatch, ReplayOutput, WalkCounts, mark_cycle_starts, walk_cycles
 from stages.replay.tree_statistics import TreeCycles, describe_cycles
@@ -111,7 +111,7 @@ def replay_block_trees(
     states: Tensor,  # [L, D, H] of `compute_anchor_states`
     positions: AnswerPositions,
     trees: Sequence[TreeShape],
-    tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
+    tree_scoring: str = SGLANG_SCORING,  # a key of TREE_SCORINGS
     positions_per_batch: int | None = None,  # None: `count_logit_rows`
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:
@@ -158,7 +158,7 @@ def replay_block_answers(
     head: Tensor,  # [V, H] the target's
     answers: ReplayBatch,
     trees: Sequence[TreeShape],
-    tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
+    tree_scoring: str = SGLANG_SCORING,  # a key of TREE_SCORINGS
     positions_per_batch: int = 1024,  # see `replay.compute_block_capacity`
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:
@@ -176,7 +176,7 @@ def trace_block_cycles(
     answers: ReplayBatch,
     cycle_starts: Tensor,  # [B, P] bool: ReplayOutput.cycle_starts of this tree
     tree: TreeShape,
-    tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
+    tree_scoring: str = SGLANG_SCORING,  # a key of TREE_SCORINGS
     positions_per_batch: int = 1024,
 ) -> TreeCycles:
     """Return the cycles of one tree, row by row: a block is drafted again at every anchor of a cycle."""

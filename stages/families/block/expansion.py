@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stages.draft.block_draft import BlockDraft
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import SGLANG_SCORING, TreeShape
 from stages.trees import draft_tree
 from stages.trees.draft_tree import Candidates, check_tree
 
@@ -37,7 +37,7 @@ def expand_block(
     anchor_tokens: Tensor,  # [N]
     draft: BlockDraft,
     topk: int,
-    tree_scoring: str = "sglang",
+    tree_scoring: str = SGLANG_SCORING,
 ) -> Candidates:
     """Return the candidates [N, C] of S levels: a node of a level's beam of K is followed by the K best tokens of the next slot.
 

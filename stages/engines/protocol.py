@@ -1,0 +1,410 @@
+"""The Protocol of engines that serve, and what passes between them and those who sample from them or measure them.
+
+`ServingEngine` is written for any server of OpenAI's API; an engine's own module defines what differs. The engines' flags and
+answers are read from the sources of SGLang 0.5.17 to 0.5.23, vLLM 0.30 to 0.33 and llama.cpp 0c1e57098 and later.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+
+from stages.cells.cell import Memory
+from stages.cells.request_record import AcceptanceCounts
+from stages.engines import versions
+from stages.engines.chat_answer import AnswerModel, ChatCompletion
+from stages.engines.http_session import ExchangeFailedError, HttpSession
+from stages.engines.sse import ReadMessage, read_openai
+from stages.engines.versions import Change
+from stages.params.engines import locate_program
+from stages.params.families import DraftFamily, DraftKind, find_family
+from stages.params.tree_shape import NamedShape, TreeShape
+from stages.runtime.free_port import HOST
+
+Body = dict[str, Any]
+Info = Mapping[str, Any]  # what an engine reports, by its own names
+
+
+@dataclass(frozen=True)
+class ServedDraft:
+    """A draft and its tree, as an engine's flags name them."""
+
+    folder: str
+    algorithm: str
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    family: DraftFamily
+    ngram: int = 0  # tokens that n-gram lookup looks up
+
+
+def describe_draft(folder: str, config: dict[str, Any], shape: TreeShape, algorithm: str) -> ServedDraft:
+    """Return the draft of a config.json in `folder`; `algorithm`, which benchmark_served.server names, is of EAGLE-3 drafts."""
+    return ServedDraft(
+        folder=folder,
+        algorithm=find_family(config).algorithm or algorithm,
+        num_steps=shape.num_steps,
+        topk=shape.topk,
+        num_draft_tokens=shape.num_draft_tokens,
+        family=find_family(config),
+        ngram=shape.numbers[0] if isinstance(shape, NamedShape) else 0,
+    )
+
+
+@dataclass(frozen=True)
+class ServerSetup:
+    """A server's configuration without the draft, shared by a cell and its baseline.
+
+    The field names are keys of the cell's fingerprint on disk.
+    """
+
+    engine: str
+    folder: str  # the target
+    dtype: str
+    device: str
+    trust_remote_code: bool
+    tp: int
+    mem_fraction: float
+    max_total_tokens: int | None
+    max_batch: int | None
+    context_length: int | None  # null: the target's own
+    torch_compile: bool
+    more: tuple[str, ...]  # further flags
+    quantised: str | None = None  # GGUF type of target and draft, for llama.cpp; None: `dtype`
+
+    def count_fitting(self) -> int:
+        """Return how many servers of `mem_fraction` fit on a GPU."""
+        return max(1, int(1 / self.mem_fraction + 1e-9))
+
+
+@dataclass(frozen=True)
+class SamplingLaunch:
+    """The parameters of a server that is started for `sample_target`."""
+
+    folder: Path  # of the target's weights
+    link_target: Callable[[], Path]  # makes a folder of the target with its own end tokens and chat template
+    template_file: Path | None  # None: the target's own chat template
+    dtype: str
+    device: str
+    trust_remote_code: bool
+    concurrency: int
+    max_new_tokens: int
+    threads: int | None
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The parameters of an answer of `sample_target` beyond the body of a chat completion."""
+
+    prompt_ids: list[int]
+    has_images: bool
+    has_tools: bool
+    temperature: float
+    max_new_tokens: int
+    eos_token_ids: list[int]
+    pad_token: int
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """A request of a load to send."""
+
+    id: str
+    prompt: list[int] | list[dict[str, Any]]  # token ids, or messages
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int | None
+    ignore_eos: bool  # generate max_tokens, past end tokens
+    engine_fields: Body = field(default_factory=dict)  # of the body, known to this engine only: image_data
+
+    @property
+    def has_token_ids(self) -> bool:
+        return bool(self.prompt) and isinstance(self.prompt[0], int)
+
+    @property
+    def extensions(self) -> Body:
+        """Return the fields that OpenAI's API does not have."""
+        return {"ignore_eos": self.ignore_eos} | ({} if self.top_k is None else {"top_k": self.top_k})
+
+
+class BuiltRequest(NamedTuple):
+    """A request as an engine takes it."""
+
+    path: str
+    body: bytes
+    read: ReadMessage = read_openai  # of a message of the answer's stream
+    headers: Mapping[str, str] = {"Content-Type": "application/json"}
+
+
+class ServingEngine(Protocol):
+    """An engine that serves."""
+
+    name: str = "openai"
+    owned_by: str | None = None  # of the models that it lists
+    own_paths: frozenset[str] = frozenset()  # by which it is known, where it lists other models than it serves
+    variables: str | None = None  # how the names of environment variables begin that steer it
+    program_words: int = 2  # of its command line, which benchmark_served.server.command replaces
+    install_hint: str = ""  # where packages to serve are missing
+    known_ends: Sequence[tuple[str, str]] = ()  # a line of the log that it ends with, and what it then can't run
+    takes_token_ids: bool = True  # as prompts
+    takes_images: bool = False  # with prompts as token ids
+    most_at_once: int | None = None  # requests that are sent to a server at a time
+    counting_flags: Sequence[str] = ()  # of a server with a draft, which make it report accepted drafts
+    accept_length: str = ""  # its own figure of a request
+    answer_type: type[AnswerModel] = ChatCompletion  # of a response to a request of `sample_target`
+    serve_words: Sequence[str] = ("serve",)  # of the command line, between the program and the target's folder
+
+    # Starting a server
+
+    def list_start_flags(self, device: str) -> dict[str, Any]:
+        """Return the flags that every server has beside those of `build_command`."""
+        return {}
+
+    def build_command(self, folder: str, port: int, dtype: str, device: str, trust_remote_code: bool) -> list[str]:
+        """Return the command line, from the engine's own environment if that exists or else the PATH, for the target in `folder`.
+
+        Flags keep engines from taking top_k, top_p and penalties from the model's generation_config.json, which would change the
+        distribution of the answers.
+        """
+        shared = {"--host": HOST, "--port": port, "--dtype": dtype}
+        trust = {"--trust-remote-code": trust_remote_code}
+        flags = format_flags(shared | self.list_start_flags(device) | trust)
+        return [locate_program(self.name), *self.serve_words, folder, *flags]
+
+    def list_setup_flags(self, setup: ServerSetup, version: str | None) -> dict[str, Any]:
+        """Return the flags of a measured server, for a version of the engine; None: the newest."""
+        return {}
+
+    def build_setup_command(
+        self, setup: ServerSetup, port: int, program: list[str], version: str | None = None
+    ) -> list[str]:
+        """Return the command line of a measured server without a draft; `program`, if not empty, replaces the engine's own."""
+        command = self.build_command(setup.folder, port, setup.dtype, setup.device, setup.trust_remote_code)
+        first = program or command[: self.program_words]
+        flags = format_flags(self.list_setup_flags(setup, version))
+        return [*first, *command[self.program_words :], *flags, *setup.more]
+
+    def list_slot_flags(
+        self, setup: ServerSetup, model: str, concurrency: int | None, request_tokens: int, num_threads: int
+    ) -> dict[str, Any]:
+        """Return the flags of what requests share: slots, a cache of `request_tokens` for each, CPU threads."""
+        return {}
+
+    def build_cpu_environment(self, num_threads: int, cache_bytes: int) -> dict[str, str]:
+        """Return the variables of a server on a CPU."""
+        return {}
+
+    def build_patch_environment(self) -> dict[str, str]:
+        """Return the variables that correct how a server drafts for prompts with images."""
+        return {}
+
+    def describe_patch(self, log: Path, version: str) -> str | None:
+        """Return a sentence on how a server drafts for images. Raises ValueError if it was to be corrected, and is not."""
+        return None
+
+    def convert_folder(self, folder: Path, setup: ServerSetup, target: Path | None = None) -> str:
+        """Return what the engine loads of a target's folder, or of a draft's whose target is in folder `target`.
+
+        Raises ValueError if it can't be made.
+        """
+        return str(folder)
+
+    def prepare_sampling(self, launch: SamplingLaunch) -> tuple[str, list[str]]:
+        """Return what a server that answers `sample_target` loads, and its further flags."""
+        return str(launch.folder), format_flags({"--chat-template": launch.template_file})
+
+    # Drafts
+
+    def explain_unsupported(self, shape: TreeShape, config: Info) -> str | None:
+        """Return why the engine can't run a tree with a draft of that config.json; None if it can."""
+        family = find_family(config)
+        depth = family.count_drafts(config["block_size"]) if family.is_block else None
+        return DraftKind(family, depth).explain_unserved(self.name, shape) or self.explain_draft(config)
+
+    def explain_draft(self, config: Info) -> str | None:
+        """Return why the engine runs no draft of that config.json, whatever the tree."""
+        return None
+
+    def find_change(self, config: Info) -> Change | None:
+        """Return what the engine needs of its version for a draft of that config.json; None where all that aerie starts do."""
+        return None
+
+    def explain_old_version(self, version: str | None, config: Info) -> str | None:
+        """Return why this version does not know a draft of that config.json; None if it does, or is not known."""
+        change = self.find_change(config)
+        if change is None or change.is_in(version):
+            return None
+        return f"{self.name} {version} does not know {change.feature}, expected {change.first_version} or later"
+
+    def check_version(self, version: str | None) -> None:
+        """Raise ValueError for a version that can't be measured."""
+        return
+
+    def find_version(self, program: str) -> str | None:
+        """Return the version that a program starts; None where it can't be told. Raises ValueError for one that is too old."""
+        version = versions.find_version(self.name, program)
+        self.check_version(version)
+        return version
+
+    def check_program(self, program: str, flags: Sequence[str]) -> None:
+        """Raise ValueError where a program is too old for the flags of speculation; one that can't be asked is not judged."""
+        return
+
+    def build_speculation_flags(self, draft: ServedDraft, config: Info) -> list[str]:
+        """Return the flags of speculative decoding; `config` is the draft's config.json."""
+        raise ValueError(f"aerie knows no flags of speculation of {self.name}")
+
+    def name_draft_file(self, checkpoint: str, outtype: str) -> str:
+        """Return what a user gives the engine as the draft of a checkpoint."""
+        return f"drafts/{checkpoint}/draft"
+
+    def samples_drafts(self, draft: ServedDraft, flags: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Return whether drafts are sampled above temperature 0 and verified by the ratio of both probabilities.
+
+        `flags` are those of the server, `environment` its variables. None is for requests of top_k 1.
+        """
+        return False
+
+    def simulate_acceptance(self, length: float, flags: list[str]) -> tuple[list[str], dict[str, str]]:
+        """Return a server's flags of speculation and its variables, by which each cycle yields `length` tokens on average."""
+        raise ValueError(f"{self.name} can't simulate acceptance")
+
+    def list_simulating(self, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
+        """Return what of a server's environment and command would make it simulate acceptance."""
+        return []
+
+    # What a server reports of itself
+
+    async def fetch_info(self, http: HttpSession, url: str) -> dict[str, Any]:
+        """Return what the server reports, by its own names. Raises ExchangeFailedError if it can't be asked."""
+        return {}
+
+    def read_log(self, log: str) -> dict[str, str]:
+        """Return what the engine tells in its log only."""
+        return {}
+
+    def read_memory(self, info: Info) -> Memory:
+        """Return the memory that a server reports."""
+        return Memory()
+
+    def list_reported_settings(self, draft: ServedDraft | None) -> dict[str, Any]:
+        """Return what the server should report of speculation."""
+        return {}
+
+    def read_max_graph_batch(self, info: Info) -> int | None:
+        """Return the largest batch with CUDA graphs; None if it uses none, or doesn't report it."""
+        return None
+
+    def check_info(self, info: Info, draft: ServedDraft | None, concurrency: int | None, needed_tokens: int) -> None:
+        """Check by its report that a server is the one meant; what it doesn't report is not checked.
+
+        Raises:
+            ValueError: if it runs another tree or another algorithm, or can't hold the requests: in a measurement each would
+                look like a slow draft.
+        """
+        for key, value in self.list_reported_settings(draft).items():
+            if key in info and info[key] != value:
+                raise ValueError(
+                    f"the server reports {key} {info[key]}, expected {value}; start it with this cell's flags, or correct "
+                    "benchmark_served.server.base_urls"
+                )
+        context = info.get("context_length")
+        if isinstance(context, int) and context < needed_tokens:
+            raise ValueError(
+                f"the server's context length is {context} tokens, expected at least {needed_tokens} (the longest prompt, its "
+                "answer and a tree); raise --context-length, or max_position_embeddings of target or draft, or ask for less"
+            )
+        max_batch = info.get("effective_max_running_requests_per_dp", info.get("max_running_requests"))
+        for limit, resource, key in (
+            (max_batch, "one batch", "--max-running-requests"),
+            (self.read_max_graph_batch(info), "its CUDA graphs", "--cuda-graph-max-bs-decode"),
+        ):
+            if concurrency is not None and isinstance(limit, int) and limit < concurrency:
+                raise ValueError(
+                    f"the server takes at most {limit} requests in {resource}, expected {concurrency}, the workload's "
+                    "concurrency: beyond it they wait or run many times slower; raise benchmark_served.server.max_batch (or "
+                    f"{key})"
+                )
+
+    # Requests of a load
+
+    def build_request(self, request: LoadRequest, model: str) -> BuiltRequest:
+        """Return the request for the engine. Raises ValueError if it doesn't take such a one."""
+        body = {
+            "model": model,
+            "prompt" if request.has_token_ids else "messages": request.prompt,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **self.list_request_fields(request),
+            **request.engine_fields,
+        }
+        return BuiltRequest("/v1/completions" if request.has_token_ids else "/v1/chat/completions", orjson.dumps(body))
+
+    def list_request_fields(self, request: LoadRequest) -> Body:
+        """Return the fields beyond OpenAI's. Raises ValueError for what the engine doesn't take."""
+        has_top_k, has_unknown_prompt = request.top_k is not None, request.has_token_ids and not self.takes_token_ids
+        if request.ignore_eos or has_top_k or has_unknown_prompt:
+            feature = "ignore_eos" if request.ignore_eos else "top_k" if has_top_k else "token ids as prompts"
+            raise ValueError(
+                f"{request.id}: expected an engine that takes {feature}, found {self.name}; ask without, or use sglang or vllm"
+            )
+        return {}
+
+    async def begin_load(self, http: HttpSession, url: str) -> None:
+        """Make a server that has warmed up ready for a load."""
+        return
+
+    async def fetch_figures(self, http: HttpSession, url: str) -> dict[str, Any]:
+        """Return the engine's own figures of the load that has ended, by its names."""
+        return {}
+
+    def count_request(self, figures: Info, output_tokens: int, num_steps: int | None) -> AcceptanceCounts | None:
+        """Return the counts of a request, by docs/metrics.md, from the engine's figures; None without, as without speculation.
+
+        `num_steps` is None without a draft. Raises ValueError if the figures don't add up to the tokens of the answer.
+        """
+        return AcceptanceCounts(0, 0, True, []) if output_tokens == 1 else None  # no cycle was needed
+
+    # Answers of sample_target
+
+    def build_sampling_request(self, body: Body, options: SamplingOptions | None) -> tuple[str, Body]:
+        """Return the path and the body of a request. Raises ValueError for one that the engine can't answer.
+
+        Only temperature and top_p shape the distribution: the model's generation defaults are overridden, as in
+        `target.generation`.
+        """
+        return "/v1/chat/completions", body | (self.list_sampling_fields(options) if options else {})
+
+    def list_sampling_fields(self, options: SamplingOptions) -> Body:
+        """Return the fields of a request's body that only this engine understands."""
+        return {}
+
+
+class OpenAIServer(ServingEngine):
+    """A server of another engine."""
+
+
+PLAIN_SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def format_flags(flags: Mapping[str, Any]) -> list[str]:
+    """Return a command line's flags: one whose value is True has none, one of None or False is left out."""
+    used = {flag: value for flag, value in flags.items() if value is not None and value is not False}
+    return [word for flag, value in used.items() for word in ([flag] if value is True else [flag, str(value)])]
+
+
+async def fetch_json(http: HttpSession, url: str, path: str) -> dict[str, Any]:
+    """Return the object that a server answers at a path; {} without one. Raises ExchangeFailedError if it can't be asked."""
+    reply = await http.send(url, "GET", path)
+    try:
+        found = json.loads(reply.body) if reply.status == 200 else {}
+    except ValueError as error:
+        raise ExchangeFailedError("malformed", f"no JSON of what it is ({error})") from None
+    return found if isinstance(found, dict) else {}

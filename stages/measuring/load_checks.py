@@ -1,0 +1,134 @@
+"""Checks of measured loads: errors for loads that measured something else than was asked, warnings for the rest."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from stages.cells.points import MIN_JUDGED_CYCLES
+from stages.engines import registry
+from stages.engines.protocol import ServedDraft
+from stages.measuring.load_generator import LoadResult
+
+MIN_SIMULATED_CYCLES = 50  # fewer say little of simulated acceptance
+MAX_DEVIATION = 0.2  # of a simulated accept length from the one that was asked
+
+
+class NothingAcceptedError(ValueError):
+    """A server drafts, and no draft token is accepted."""
+
+
+def sum_counts(loads: list[LoadResult]) -> tuple[int, int]:
+    """Return (verify cycles, accepted draft tokens)."""
+    counts = [r.counts for load in loads for r in load.records if r.counts]
+    return sum(c.cycles for c in counts), sum(c.accepted for c in counts)
+
+
+def check_answered(load_name: str, load: LoadResult) -> None:
+    failed = [r for r in load.records if r.failure_reason]
+    if len(failed) == len(load.records):
+        raise ValueError(
+            f"{load_name}: all {len(failed)} requests failed, the first: {failed[0].failure_reason}, "
+            f"{failed[0].failure_message}"
+        )
+
+
+def check_drafts_accepted(
+    server_name: str, draft: ServedDraft | None, loads: list[LoadResult], server_info: dict[str, Any], num_prompts: int
+) -> None:
+    """Raise NothingAcceptedError for a draft of which no token is accepted, ValueError where the settings are why."""
+    if draft is None:
+        return
+    cycles, accepted = sum_counts(loads)
+    if cycles >= MIN_JUDGED_CYCLES and accepted == 0 and draft.family.segment:
+        found = f"{server_name}: no draft was accepted in {cycles} cycles, so tau is 1.00"
+        if draft.algorithm == "EAGLE":
+            raise ValueError(
+                f"{found}: benchmark_served.server.algorithm is EAGLE, which leaves out the fusion; set EAGLE3"
+            )
+        raise NothingAcceptedError(
+            f"{found}; where results/replay has more, the draft is another target's, or the engine passes over its "
+            "tensors or the target's head"
+        )
+    if not cycles and not any(load.counting_errors for load in loads):
+        tokens = sum(r.output_tokens for load in loads for r in load.records)
+        if tokens > num_prompts * 2:
+            raise ValueError(
+                f"{server_name}: the engine reports no accepted drafts (speculative_algorithm: "
+                f"{server_info.get('speculative_algorithm', 'unknown')}); start it with this cell's flags, vLLM with "
+                "--per-request-spec-decode-metrics summary"
+            )
+
+
+def list_warnings(
+    loads: list[LoadResult],
+    prompt_lengths: list[int],
+    concurrency: int | None,
+    tokens_beyond_prompt: int,
+    cache_tokens: int | None,
+    warmup: int,
+) -> list[str]:
+    """Return the warnings of a point as sentences.
+
+    Args:
+        prompt_lengths: tokens of every prompt.
+        tokens_beyond_prompt: tokens that a request may take in the KV cache beside its prompt: its answer, and a tree.
+        cache_tokens: how many the KV cache holds; None if unknown.
+        warmup: unmeasured requests before the first load of each concurrency.
+    """
+    warnings = []
+    failed = [r for load in loads for r in load.records if r.failure_reason]
+    if failed:
+        warnings.append(
+            f"{len(failed)} requests failed and are in no latency, the first: {failed[0].failure_reason}, "
+            f"{failed[0].failure_message}"
+        )
+    if errors := [error for load in loads for error in load.counting_errors]:
+        warnings.append(
+            f"{len(errors)} requests' accepted drafts can't be counted and are in no tau, the first: {errors[0]}"
+        )
+    if uncounted := sum(not r.failure_reason and not r.is_counted for load in loads for r in load.records):
+        warnings.append(
+            f"{uncounted} answers came with neither usage nor token ids: their tokens are not counted, so there is no ITL, TPOT, "
+            "throughput or speedup; ask a server that sends usage in its stream"
+        )
+    longest = sorted(prompt_lengths, reverse=True)[: concurrency or len(prompt_lengths)]
+    required = sum(longest) + len(longest) * tokens_beyond_prompt
+    if cache_tokens is not None and required > cache_tokens:
+        warnings.append(
+            f"the KV cache holds {cache_tokens} tokens, {required} would be needed for {len(longest)} of the longest at once: "
+            "some may have waited in the engine, or been put back"
+        )
+    if concurrency is not None and warmup < len(longest):
+        warnings.append(
+            f"{warmup} requests warmed the server up, fewer than the {len(longest)} at once: engines compile kernels for a "
+            f"batch of new size, so the first repeat may be slower; expected warmup: {len(longest)} or more"
+        )
+    return warnings
+
+
+# Acceptance that an engine simulates: answers have no meaning then, and neither has a tau
+
+
+def check_real(environment: Mapping[str, str], command: list[str]) -> None:
+    """Raise ValueError if a server that is started with this environment and command would simulate acceptance."""
+    if found := registry.list_simulating(environment, command):
+        raise ValueError(
+            f"the server would simulate acceptance ({', '.join(found)}), expected a real one: its tau would be made up. "
+            "Unset it; to measure what cycles cost, use serving_costs"
+        )
+
+
+def check_simulated(server_name: str, length: float, cycles: int, accepted: int, num_answers: int) -> None:
+    """Raise ValueError if a server's cycles did not yield `length` tokens on average: it simulates nothing, or another length.
+
+    The last cycle of each answer may be cut, to one token at least.
+    """
+    if cycles < MIN_SIMULATED_CYCLES:
+        return
+    found = 1 + accepted / cycles
+    uncut = found + num_answers * (math.ceil(length) - 1) / cycles
+    if found > length * (1 + MAX_DEVIATION) or uncut < length * (1 - MAX_DEVIATION):
+        raise ValueError(
+            f"{server_name}: {found:.2f} tokens in each of {cycles} cycles, expected {length:g} (serving_costs.accept_length): "
+            "the engine's version ignores the setting (docs/cost.md), or it is of base_urls: leave it out there"
+        )

@@ -1,0 +1,188 @@
+"""Load generator: send a workload's requests to a server, and record when each token came.
+
+Arrivals follow SGLang's bench_serving: requests arrive at a rate (a Poisson process, or all at once), and those beyond a cap
+on requests in flight wait in order. An infinite rate with a cap is a closed loop, a rate without a cap an open loop. A
+request's clock starts when it is sent, as there; its wait before is recorded too.
+
+Failures are recorded by reason and never retried: a retry would change the load.
+"""
+
+import asyncio
+import contextlib
+import gc
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from stages.cells.request_record import RequestRecord
+from stages.engines import http_session, registry
+from stages.engines.protocol import BuiltRequest, LoadRequest, ServingEngine
+from stages.engines.sse import AnswerStream
+
+ENDING_CHECKS, ENDING_PAUSE_S = 6, 0.5  # of a server that fails the whole warm-up
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """When requests arrive, and how many may be in flight."""
+
+    rate: float  # requests/s; inf: all at once
+    concurrency: int | None
+    seed: int
+
+    def sample_due_s(self, requests: int) -> np.ndarray:
+        """Return the arrival times [N] of a Poisson process; the first is 0."""
+        if math.isinf(self.rate):
+            return np.zeros(requests)
+        gaps = np.random.default_rng(self.seed).exponential(1 / self.rate, requests)
+        return np.cumsum(gaps) - gaps[0]
+
+
+@dataclass
+class LoadResult:
+    """The measurements of a load."""
+
+    engine: str
+    records: list[RequestRecord]  # in the order of the requests
+    max_in_flight: int
+    warmup_failed: dict[str, int]  # by reason
+    counting_errors: list[str]  # why accepted drafts could not be counted
+    engine_figures: dict[str, Any] = field(default_factory=dict)  # the engine's own, by its names
+
+
+async def run_load(
+    url: str,
+    model: str,
+    requests: list[LoadRequest],
+    arrivals: Arrivals,
+    request_timeout_s: float,
+    warmup: list[LoadRequest],
+    section: str,
+    key: str | None = None,
+    engine: ServingEngine | None = None,
+    num_steps: int | None = None,
+    check: Callable[[], None] = lambda: None,
+    on_request_end: Callable[[], object] = lambda: None,
+) -> LoadResult:
+    """Send `warmup`, which is not counted, then all `requests` (one or more) to the server at `url` (without /v1).
+
+    Args:
+        request_timeout_s: from sending a request to its last byte.
+        section: of params.yaml, for messages.
+        num_steps: of the draft; None without one.
+        check: called after a failed connection; may raise ValueError.
+
+    Raises:
+        ValueError: if the server is another one, refuses the key, or fails the whole warm-up.
+    """
+    async with http_session.HttpSession(model, request_timeout_s, section, key) as http:
+        try:
+            engine = engine or await registry.identify_engine(http, url)
+        except http_session.ExchangeFailedError as error:
+            raise ValueError(f"{url} can't be asked: {error}; is it running? Correct {section}.base_urls") from None
+        warmed = await LoadGenerator(http, url, engine, check).send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
+        failed = [r for r in warmed if r.failure_reason]
+        if failed and len(failed) == len(warmed):
+            for _ in range(ENDING_CHECKS):  # a server that aborts answers until its last words are in its log
+                await asyncio.to_thread(check)
+                await asyncio.sleep(ENDING_PAUSE_S)
+            raise ValueError(
+                f"{url} failed all {len(failed)} requests of the warm-up, the first: {failed[0].failure_message}"
+            )
+        await engine.begin_load(http, url)
+        generator = LoadGenerator(http, url, engine, check, on_request_end, num_steps)
+        records = await generator.send(requests, arrivals)
+        warmup_failed = dict(sorted(Counter(str(r.failure_reason) for r in failed).items()))
+        figures = await engine.fetch_figures(http, url)
+    return LoadResult(engine.name, records, generator.max_in_flight, warmup_failed, generator.counting_errors, figures)
+
+
+@dataclass
+class LoadGenerator:
+    """Sends requests to one server."""
+
+    http: http_session.HttpSession
+    url: str
+    engine: ServingEngine
+    check: Callable[[], None]
+    on_request_end: Callable[[], object] = lambda: None
+    num_steps: int | None = None
+    max_in_flight: int = 0
+    counting_errors: list[str] = field(default_factory=list)
+    _in_flight: int = 0
+
+    async def send(self, requests: list[LoadRequest], arrivals: Arrivals) -> list[RequestRecord]:
+        """Return a record of each request. Requests in flight are dropped when this is cancelled."""
+        # Bodies are built before the clock runs.
+        ready = [(request, self.engine.build_request(request, self.http.model)) for request in requests]
+        gate = asyncio.Semaphore(arrivals.concurrency) if arrivals.concurrency else contextlib.nullcontext()
+        with _suspend_garbage_collection():
+            due = time.perf_counter() + arrivals.sample_due_s(len(requests))
+            with http_session.raise_first_error():
+                async with asyncio.TaskGroup() as group:
+                    tasks = []
+                    for (request, built), due_s in zip(ready, due.tolist(), strict=True):
+                        if (wait_s := due_s - time.perf_counter()) > 0:
+                            await asyncio.sleep(wait_s)
+                        tasks.append(group.create_task(self._send_in_turn(gate, request, built, due_s)))
+        return [task.result() for task in tasks]
+
+    async def _send_in_turn(self, gate: Any, request: LoadRequest, built: BuiltRequest, due: float) -> RequestRecord:
+        async with gate:
+            self._in_flight += 1
+            self.max_in_flight = max(self.max_in_flight, self._in_flight)
+            try:
+                return await self._send_request(request, built, due)
+            finally:
+                self._in_flight -= 1
+                self.on_request_end()
+
+    async def _send_request(self, request: LoadRequest, built: BuiltRequest, due: float) -> RequestRecord:
+        record = RequestRecord(request.id, due, sent=time.perf_counter())
+        stream = AnswerStream(record, built.read)
+        try:
+            async with self.http.open(self.url, "POST", built.path, data=built.body, headers=built.headers) as response:
+                if response.status != 200:
+                    self.http.check(self.url, await http_session.read_reply(response))
+                async for data in response.content.iter_any():
+                    stream.feed(data, time.perf_counter())
+            stream.end(time.perf_counter())
+        except (http_session.RequestRefusedError, http_session.ExchangeFailedError) as error:
+            record.failure_reason, record.failure_message = error.reason, str(error)
+        record.ended = time.perf_counter()
+        if record.failure_reason == "connection":
+            self.check()
+        elif not record.failure_reason and record.is_counted:
+            try:
+                record.counts = self.engine.count_request(record.engine_meta, record.output_tokens, self.num_steps)
+            except ValueError as error:
+                self.counting_errors.append(f"{record.id}: {error}")
+        return record
+
+
+@contextlib.contextmanager
+def _suspend_garbage_collection() -> Iterator[None]:
+    """Suspend it, since a full collection of a stage's objects takes longer than a token.
+
+    Objects that were frozen before stay so, as those of a fork (telemetry/fork_server.py): each later load would collect them.
+    """
+    stay_frozen = _has_frozen_objects()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not stay_frozen:
+            gc.unfreeze()
+
+
+@cache
+def _has_frozen_objects() -> bool:
+    """Return whether objects were frozen before the first load; asked once, since counting a million takes 40 ms."""
+    return gc.get_freeze_count() > 0

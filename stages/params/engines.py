@@ -1,0 +1,120 @@
+"""The engines, by what params.yaml, records and the command line say of them: names, titles, programs, options. No torch.
+
+ENGINES has one entry for each; what it is told, asked and answers is in stages/engines/ (`registry.get`). A new engine is an
+entry here and its name in the options below, a module there, and its line in the registry.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from stages.params.tree_shape import NamedShape, TreeShape
+
+ServedEngine = Literal["sglang", "vllm", "llama.cpp"]  # benchmark_served.engine
+LaunchedEngine = Literal["transformers", "sglang", "vllm", "llama.cpp"]  # sample_target.server.launch
+CellEngine = Literal["torch", "sglang", "vllm", "llama.cpp"]  # `engine` of a cell, and of a recipe's cells
+EngineKind = Literal["torch", "served"]  # of the cells that a form of `aerie serve` names
+DEFAULT_KIND: EngineKind = "torch"
+DEFAULT_SERVED: ServedEngine = "sglang"
+ENVIRONMENTS_FOLDER = Path("serving-env")  # with an environment for each
+
+ExplainShape = Callable[[TreeShape], str | None]  # returns why an engine can't run a shape; None if it can
+
+
+def _explain_tree(shape: TreeShape) -> str | None:
+    if shape.num_draft_tokens < shape.num_steps + 1:
+        return (
+            f"SGLang from 0.5.17 on needs num_draft_tokens of at least num_steps + 1 = {shape.num_steps + 1}, found "
+            f"{shape.num_draft_tokens}: its scheduler ends at start"
+        )
+    return None
+
+
+def _explain_ngram(shape: TreeShape) -> str | None:
+    longest, shortest, length = shape.numbers if isinstance(shape, NamedShape) else (0, 0, 0)
+    if longest != shortest or length < longest:
+        return (
+            f"llama.cpp looks up n-grams of one length, and drafts at least as many tokens: n{longest}_{longest}_8, say"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """The facts of an engine."""
+
+    name: str  # as params.yaml and cells have it
+    title: str  # as its authors write it
+    program: str = ""  # that starts its server; "": this Python, with its package
+    modules: tuple[str, ...] = ()  # that cells of other engines import and never run
+    serves_drafts: bool = True  # as benchmark_served.engine
+    is_in_process: bool = False
+    tells_version: bool = False  # whether its program tells it, where no environment does
+    loads_quantised: bool = False  # files of benchmark_served.server.quantised
+    runs: str = "chains"  # in words
+    explain_tree: ExplainShape | None = None  # of EAGLE-3's; None: it runs chains alone
+    # Families of drafts without weights that it has itself, by name; None: one that aerie does not start.
+    own_families: Mapping[str, ExplainShape | None] = field(default_factory=dict)
+
+    def explain_unserved(self, shape: TreeShape) -> str | None:
+        """Return why it can't run a dynamic tree of an EAGLE-3 draft; None if it can."""
+        if self.explain_tree:
+            return self.explain_tree(shape)
+        return f"{self.title} drafts chains only, this tree has topk {shape.topk}" if shape.topk > 1 else None
+
+
+TORCH = EngineFacts("torch", "the torch engine", serves_drafts=False, is_in_process=True)
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        TORCH,
+        EngineFacts(
+            "sglang", "SGLang", "sglang",
+            modules=("stages/engines/sglang.py", "stages/engines/server_startup/sglang_vision_patch.py"),
+            runs="trees of at least num_steps + 1 draft tokens", explain_tree=_explain_tree, own_families={"ngram": None},
+        ),
+        EngineFacts(
+            "vllm", "vLLM", "vllm", modules=("stages/engines/vllm.py",), tells_version=True, own_families={"ngram": None}
+        ),
+        EngineFacts(
+            "llama.cpp", "llama.cpp", "llama-server",
+            modules=("stages/engines/llama_cpp.py", "stages/engines/gguf_files.py"), loads_quantised=True,
+            own_families={"ngram": _explain_ngram},
+        ),
+        EngineFacts(
+            "transformers", "transformers", modules=("stages/engines/transformers_serve.py",), serves_drafts=False
+        ),
+    )
+}  # fmt: skip
+SERVED = {name: engine for name, engine in ENGINES.items() if engine.serves_drafts}
+
+
+def is_in_process(engine: str) -> bool:
+    """Return whether an engine decodes in the stage's own process."""
+    return ENGINES[engine].is_in_process
+
+
+def list_environments(engine: str) -> list[Path]:
+    """Return the folders of an engine's own environment, the first that exists is used (make serving-env)."""
+    return [ENVIRONMENTS_FOLDER / name for name in (engine, f"{engine}-cpu")]
+
+
+def find_program(engine: str, program: str = "") -> str | None:
+    """Return the path of a program of the engine, by default its server: in its own environment, else on the PATH."""
+    program = program or ENGINES[engine].program or sys.executable
+    paths = [folder / "bin" / program for folder in list_environments(engine)]
+    return next((str(path) for path in paths if path.exists()), shutil.which(program))
+
+
+def locate_program(engine: str, program: str = "") -> str:
+    """Return a program of the engine, by default its server: of its own environment, else the name, to be found on the PATH."""
+    found = find_program(engine, program)
+    return str(Path(found).absolute()) if found else program or ENGINES[engine].program
+
+
+def join_words(words: list[str]) -> str:
+    """Return "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
