@@ -73,7 +73,8 @@ SMALL = {
             "e001": {"from": "e000", "epochs": 1},
             "e003": {"from": "e001", "epochs": 2},
             "straight": {"from": "e000", "epochs": 3},
-        }
+        },
+        "horizon_epochs": 3,
     },
     "replay_trees": {
         "checkpoints": ["e003", "straight"],

@@ -69,7 +69,7 @@ def trained_project(shared_talking_project: Path, tmp_path_factory: pytest.TempP
         "init_draft": {"draft_vocab_size": 90},
         "train_draft": {
             "checkpoints": {**CHECKPOINTS, "e003": {"from": "e000", "epochs": 1}}, "batch_tokens": 120, "packs_per_step": 3,
-            "warmup_steps": 0, "learning_rate": 0.006,
+            "warmup_steps": 0, "learning_rate": 0.006, "horizon_epochs": 8,
         },
         "replay_trees": {"checkpoints": ["e003"]},
         "benchmark_served": {"checkpoints": ["e003"]},

@@ -143,7 +143,7 @@ def test_a_run_of_few_steps_says_so_before_it_trains(project: Path, capsys: pyte
         train_draft.main("straight")
     assert "warning: straight: only 3 optimizer steps in all" in capsys.readouterr().out.split("->")[0]
     told = json.loads((project / "results/train/straight.json").read_text())["few_steps"]
-    assert "lower train_draft.batch_tokens from 16384" in told
+    assert "train on more rows than these 32, and set train_draft.batch_tokens to null" in told
 
 
 def test_the_best_epoch_is_kept_with_its_state(project: Path, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
