@@ -22,7 +22,7 @@ from stages.families.block.exact_replay import (
     replay_chains,
 )
 from stages.params.tree_shape import TreeShape
-from tests import engines
+from tests import built_engines
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 from tests.engine import fake_cuda_graphs, test_decode
 from tests.engine.test_batch_decode import make_requests, search_greedily, steps
@@ -115,7 +115,7 @@ class Pack:
 
 
 def build_engine(made: BlockDraft) -> Engine:
-    return engines.build_engine(target(), [END], list(FEATURES), made)
+    return built_engines.build_engine(target(), [END], list(FEATURES), made)
 
 
 def decode(engine: Engine, ask: DecodeRequest, tree: TreeShape) -> list[DecodeStep]:

@@ -16,7 +16,7 @@ from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest
 from stages.params.tree_shape import TreeShape
 from stages.target import generation, head_check, hooks, packed_forward
-from tests import engines
+from tests import built_engines
 from tests.draft.slow_draft import scatter
 from tests.engine import fake_cuda_graphs
 from tests.engine.test_sampling import join_tokens
@@ -60,7 +60,7 @@ def build_engine(name: str) -> Engine:
         draft_vocab_size=301, max_position_embeddings=256, rms_norm_eps=1e-6, rope={"rope_theta": 1e4, "rope_type": "default"},
     ))  # fmt: skip
     scatter(draft, 0.3, 2)
-    return engines.build_engine(build(name), [], TAPPED, draft.requires_grad_(False))
+    return built_engines.build_engine(build(name), [], TAPPED, draft.requires_grad_(False))
 
 
 def generate(name: str, prompt: list[int]) -> list[int]:
@@ -94,7 +94,7 @@ def test_hidden_states_are_transformers_own(name: str) -> None:
 def test_answers_are_transformers_own(name: str) -> None:
     """Bug: the torch engine refused such lengths, so no graph could run with Gemma 3 and answers of 512 tokens."""
     engine, expected = build_engine(name), [generate(name, prompt) for prompt in PROMPTS]
-    unlimited = engines.build_engine(build(name, 200), [], [])
+    unlimited = built_engines.build_engine(build(name, 200), [], [])
     assert [join_tokens(unlimited.decode_plain(prompt, ROOM)) for prompt in PROMPTS] != expected or name == "Phimoe"
     assert (
         join_tokens(engine.decode_plain(PROMPTS[0], ROOM)) == expected[0]
@@ -115,7 +115,7 @@ def test_recorded_passes_are_of_lengths_within_the_window_or_beyond_it(
 ) -> None:
     """As on a GPU: the fused kernels, which know no window, run within it alone, though both lengths share slots."""
     fake_cuda_graphs.install(monkeypatch)
-    engine = engines.build_engine(build(name), [], TAPPED, build_engine(name).drafter.draft)
+    engine = built_engines.build_engine(build(name), [], TAPPED, build_engine(name).drafter.draft)
     assert (engine.target.fused_decoder is not None) == (name != "Gemma3Text")
     short = [ids[:4] for ids in PROMPTS]
     for prompts, room in ((short, 10), (PROMPTS, ROOM), (short, 10)):
