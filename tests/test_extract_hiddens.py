@@ -345,7 +345,7 @@ def one_record(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
         (lambda r: {**r, "hidden_state": r["hidden_state"][:, :, 1:]}, "of another model, or of other layers"),
         (lambda r: {**r, "hidden_state": r["hidden_state"][:, 1:]}, "of another model, or of other layers"),
         (lambda r: {**r, "input_ids": r["input_ids"] + 1}, "has no hidden states of 1 of "),
-        (lambda r: {k: v for k, v in r.items() if k != "aux_hidden_state"}, "or holds no aux_hidden_state"),
+        (lambda r: {k: v for k, v in r.items() if k != "aux_hidden_state"}, "does not contain tensor aux_hidden_state"),
     ],
     ids=["NaN", "another width", "another length", "other ids", "no features"],
 )
