@@ -97,7 +97,7 @@ def test_parameters_that_are_not_valid_and_an_unknown_recipe_are_problems(home: 
 def make_target(folder: Path) -> None:
     """Write the files that a target of four layers and 500 tokens must have; the file of weights is empty."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"num_hidden_layers": 4, "vocab_size": 500}')
+    (folder / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 4, "vocab_size": 500}')
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).touch()
