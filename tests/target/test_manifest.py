@@ -115,7 +115,9 @@ def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
         manifest.read_embedding_and_head(made_up(tmp_path))
     for text in ('{"weight_map": {', "{}"):
         index.write_text(text)
-        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json(: expected weight_map| is not valid JSON)"):
+        with pytest.raises(
+            ValueError, match=r"model\.safetensors\.index\.json(: expected weight_map| is not valid JSON)"
+        ):
             manifest.read_embedding_and_head(made_up(tmp_path))
 
 
