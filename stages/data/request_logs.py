@@ -7,6 +7,7 @@ deltas are joined. A response without an answer (null, an error) leaves a questi
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,13 +88,18 @@ def _find_request(row: dict[str, Any]) -> tuple[str | None, list[Any], dict[str,
     return None, [], {}
 
 
+# A page that a proxy sent in place of the server's answer, as nginx's "502 Bad Gateway".
+PROXY_ERROR = re.compile(r"\s*<(?:!doctype|html).{0,400}?<title>\s*[45]\d\d\b", re.IGNORECASE | re.DOTALL)
+
+
 def read_response(value: Any) -> list[Any] | None:
     """Return the turns that a response holds, one or none; None for a value that is no response."""
     value = parse_json(value)
     if (chunks := _list_chunks(value)) is not None:
         value = _join_chunks(chunks)
     if isinstance(value, str):
-        return [{"role": "assistant", "content": value}] if value.strip() else []
+        has_answer = value.strip() and not PROXY_ERROR.match(value)
+        return [{"role": "assistant", "content": value}] if has_answer else []
     if value is None or value == []:
         return []
     if isinstance(value, dict) and "body" in value and "choices" not in value:  # of a batch

@@ -168,6 +168,8 @@ FAILED = {"error": {"message": "overloaded"}}
         ("data: of 1999", "data: of 1999"), ('{"a": 1}\n{"b": 2}', '{"a": 1}\n{"b": 2}'),
         (None, None), (FAILED, None), (json.dumps(FAILED), None), (send(FAILED), None), (send(*HELLO, FAILED), None),
         ({"object": "error", "message": "x", "code": 400}, None), ({"detail": "x"}, None), ([], None), ("", None),
+        ("<html>\r\n<head><title>502 Bad Gateway</title></head>\r\n<body>nginx</body></html>", None),
+        ("<html><title>Shop</title></html>", "<html><title>Shop</title></html>"),
     ],
 )  # fmt: skip
 def test_the_answer_of_a_log_is_what_was_said(response: Any, said: str | None) -> None:
