@@ -231,6 +231,7 @@ def read_block_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[s
     tensors = read_tensors(folder / "draft" / "model.safetensors", made_by)
     if problem := find_block_draft_problem(config, tensors):
         raise atomic.BrokenArtifactError(
-            f"{folder}/draft is no block draft: {problem}", atomic.format_rerun_hint(made_by)
+            f"{folder}/draft is no block draft: {problem}, by config.json and model.safetensors",
+            atomic.format_rerun_hint(made_by),
         )
     return config, tensors

@@ -167,7 +167,8 @@ def read_eagle3_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[
         tensors |= {"d2t": torch.zeros(size, dtype=torch.int64), "t2d": torch.ones(size, dtype=torch.bool)}
     if problem := find_draft_problem(config, tensors):
         raise atomic.BrokenArtifactError(
-            f"{folder}/draft is no EAGLE-3 draft: {problem}", atomic.format_rerun_hint(made_by)
+            f"{folder}/draft is no EAGLE-3 draft: {problem}, by config.json and model.safetensors",
+            atomic.format_rerun_hint(made_by),
         )
     return config, tensors
 

@@ -209,8 +209,9 @@ def unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
     dtypes = {tensors[name].dtype for name in weights}
     if not dtypes or not dtypes <= set(FLOAT_DTYPES):
         raise ValueError(
-            f"{folder} holds {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes)) or 'no weights'}, expected "
-            "float32, bfloat16 or float16; a quantised draft can't be trained or replayed: choose the plain one"
+            f"{folder}, by config.json and model.safetensors, holds "
+            f"{', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes)) or 'no weights'}, expected float32, "
+            "bfloat16 or float16; a quantised draft can't be trained or replayed: choose the plain one"
         )
     widest = reduce(torch.promote_types, dtypes)
     for name in weights:
