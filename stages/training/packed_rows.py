@@ -66,14 +66,15 @@ class PackedRows:
 
     def to(self, device: torch.device | str) -> Self:
         """Copy to a device, without waiting where the memory is pinned."""
-        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in self._tensors()})
+        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in self.tensors()})
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the allocator from reusing the GPU memory before `stream` has passed this point."""
-        for _, tensor in self._tensors():
+        for _, tensor in self.tensors():
             tensor.record_stream(stream)
 
-    def _tensors(self) -> list[tuple[str, Tensor]]:
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the fields that are tensors, by name."""
         return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
 
 
@@ -84,6 +85,7 @@ class SupervisedPack(PackedRows):
     supervised_per_step: list[int]  # L
     num_candidates: int  # positions that could be supervised at the first step
     contexts: Tensor  # [P] int64: range of the tokens before the first step's draft; len(CONTEXT_EDGES): not supervised
+    padded_size: int | None = None  # packs of one such size, and one number of tokens, differ in no other size
 
     def without_supervision(self) -> Self:
         """Return the same rows with no supervised position."""

@@ -17,6 +17,7 @@ from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime.distributed import RankContext
 from stages.training import trackers
+from stages.training.captured_step import CapturedSteps
 from stages.training.optimizer import MasterWeightOptimizer, gather_full_tensor
 from stages.training.packed_rows import LossOutput, PackObjective, SupervisedPack
 from stages.training.packs import LoadedStep, OnlinePacks, PackLoader, plan_epoch
@@ -125,6 +126,10 @@ class Trainer:
         master_weights = self._shard_or_cast()
         self.optimizer = MasterWeightOptimizer(self.draft, choose_optimizer(settings), master_weights, is_table)
         self.optimizer.restore_moments(saved, self.step)
+        captures = ranks.device.startswith("cuda") and self.num_shards == 1  # FSDP gathers weights in each forward
+        self.pack_runner = CapturedSteps(
+            self.training_step, self.draft, self.num_shards, settings.batch_tokens or 0, captures
+        )
 
     def _shard_or_cast(self) -> dict[str, Tensor] | None:
         """Shard the weights by FSDP, or cast them to `dtype` and return the trained ones in float32.
@@ -201,8 +206,7 @@ class Trainer:
         sums = torch.zeros(4, len(counts), dtype=torch.float64, device=self.ranks.device)
         sums[2], sums[3] = own_counts, sum(p.num_candidates for p in packs)
         for pack in packs:
-            total_loss, loss_per_step, matches = self.training_step(self.fill_hidden_states(pack), counts)
-            (total_loss * self.num_shards).backward()
+            loss_per_step, matches = self.pack_runner.run(self.fill_hidden_states(pack), counts)
             self.optimizer.add_gradients()
             sums[0] += loss_per_step
             sums[1] += matches.sum(1)

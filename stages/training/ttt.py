@@ -44,6 +44,8 @@ from stages.training import attention_mask, chunked_loss, packed_rows
 from stages.training.compile_on_cuda import compile_on_cuda
 from stages.training.packed_rows import LossOutput, PackedRows, PackIndex, PackRow, SupervisedPack
 
+PADDED_SIZE = 512
+
 
 @dataclass(frozen=True)
 class TrainingObjective:
@@ -56,6 +58,7 @@ class TrainingObjective:
     batch_tokens: int = 0  # most tokens of a pack of several rows; 0: not known. Moves no result
     logits_scale: float = 1.0  # of the target's manifest
     reach_floor: float = 1.0  # weight of a step after one that missed the label
+    pads_packs: bool = False  # on a GPU, to few sizes (training/captured_step.py)
 
     @classmethod
     def of_settings(cls, settings: TrainDraft, num_steps: int, logits_scale: float) -> "TrainingObjective":
@@ -66,7 +69,8 @@ class TrainingObjective:
     def build_pack(self, rows: Sequence[PackRow], _pack_index: PackIndex, pinned: bool) -> "TrainingPack":
         """Build a pack on the CPU; nothing of it is drawn, so it is the same at every index."""
         pack = TrainingPack.from_rows(rows, self.num_steps, self.loss_mask, pinned)
-        return replace(pack, batch_tokens=self.batch_tokens)
+        pack = replace(pack, batch_tokens=self.batch_tokens)
+        return pack.pad() if pinned and self.pads_packs and pack.can_be_padded else pack
 
     def combine_losses(self, step_loss: Sequence[float], _counts: Sequence[float]) -> float:
         """Return the sum over steps of decay**k times the mean loss of the step."""
@@ -98,6 +102,38 @@ class TrainingPack(SupervisedPack):
     def is_oversized(self) -> bool:
         """Return whether it is one row of more than `batch_tokens`."""
         return len(self.ids) > self.batch_tokens > 0
+
+    @property
+    def can_be_padded(self) -> bool:
+        """Return whether it is of text, supervised, and not a long row alone, whose sizes seldom come again."""
+        return bool(self.chunks) and not self.is_oversized and self.rope_positions is None
+
+    def pad(self) -> "TrainingPack":
+        """Return the pack with as many queries, and labels, as the next multiple of PADDED_SIZE, and a pair for each label and step.
+
+        So packs of one padded size and number of tokens differ in no other size. Padding queries repeat token 0 and have no pair;
+        pairs without a supervised position are of the state after the last, without weight (chunked_loss).
+        """
+        num_steps, num_queries = len(self.queries_per_step), len(self.query_tokens)
+        size = -(-max(num_queries, len(self.label_tokens)) // PADDED_SIZE) * PADDED_SIZE
+        offsets = torch.tensor(self.queries_per_step).cumsum(0)
+        step = torch.searchsorted(offsets, self.pair_state, right=True)
+        query = self.pair_state - nn.functional.pad(offsets, (1, 0))[step]
+        pair_state = torch.full((size, num_steps), num_steps * size)
+        pair_state[self.pair_label, step] = step * size + query
+        at_once = max(1, chunked_loss.PAIRS_PER_CHUNK // num_steps)  # labels
+        bounds = [(start, min(start + at_once, size)) for start in range(0, size, at_once)]
+        return replace(
+            self,
+            query_tokens=nn.functional.pad(self.query_tokens, (0, size - num_queries)),
+            contexts=nn.functional.pad(self.contexts, (0, size - num_queries), value=len(row_lengths.CONTEXT_EDGES)),
+            pair_state=pair_state.flatten(),
+            pair_label=torch.arange(size).repeat_interleave(num_steps),
+            label_tokens=nn.functional.pad(self.label_tokens, (0, size - len(self.label_tokens))),
+            queries_per_step=[size] * num_steps,
+            chunks=[PairChunk(a * num_steps, b * num_steps, a, b) for a, b in bounds],
+            padded_size=size,
+        )
 
     @classmethod
     def from_rows(cls, rows: Sequence[PackRow], num_steps: int, loss_mask: str, pinned: bool = False) -> "TrainingPack":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from stages.data.row_lengths import CONTEXT_EDGES
-from stages.training import attention_mask, chunked_loss, compile_on_cuda, ttt
+from stages.training import attention_mask, captured_step, chunked_loss, compile_on_cuda, ttt
 from stages.training.ttt import TrainingObjective, TrainingPack
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
 
@@ -128,6 +128,44 @@ def compute_gradients(pack: TrainingPack, weights: tuple) -> list[Tensor]:
     draft.requires_grad_(True).zero_grad()
     ttt.compute_loss(draft, pack, embedding, head, TrainingObjective(STEPS)).total_loss.backward()
     return [p.grad for p in draft.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_padded_pack_in_memory_of_another_has_its_own_loss_and_gradients(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU's graph reads it: with more queries, labels and pairs than are supervised, and tokens of the pack before."""
+    monkeypatch.setattr(ttt, "PADDED_SIZE", 64)
+    monkeypatch.setattr(chunked_loss, "PAIRS_PER_CHUNK", 60)
+    weights = random_draft(31, sliding_window=window)
+    draft = weights[0].requires_grad_(True)
+    pack = TrainingPack.from_rows([make_row(32, 40, [(3, 20), (25, 39)]), make_row(33, 9, [(2, 9)])], STEPS, "aligned")
+    objective = TrainingObjective(STEPS, reach_floor=0.3, loss="lk_lambda")
+    counts = torch.tensor(pack.supervised_per_step)
+    trained = [weight for weight in draft.parameters() if weight.requires_grad]
+
+    def compute(pack: TrainingPack) -> ttt.LossOutput:
+        found = ttt.compute_loss(draft, pack, *weights[1:], objective, counts)
+        assert torch.allclose(found.loss_per_step, expected.loss_per_step, rtol=1e-5)
+        queries = expected.argmax_matches.shape[1]
+        assert torch.equal(found.argmax_matches[:, :queries], expected.argmax_matches)
+        assert not found.argmax_matches[:, queries:].any()
+        return found
+
+    expected = ttt.compute_loss(draft, pack, *weights[1:], objective, counts)
+    gradients = [torch.autograd.grad(result.total_loss, trained) for result in (expected, compute(pack.pad()))]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
+
+    before = TrainingPack.from_rows([make_row(34, 55, [(1, 54)])], STEPS, "aligned").pad()
+    static = captured_step.allocate_static(before, 60)
+    for each in (before, pack.pad()):
+        captured_step.copy_pack(each, static)
+    monkeypatch.setattr(attention_mask, "FLEX_PAD_MULTIPLE", 128)
+    monkeypatch.setattr(attention_mask, "_compile_static", lambda function: function)
+    monkeypatch.setattr(attention_mask, "build_pack_attention", attention_mask._FlexPackAttention.build)
+    with torch.no_grad():
+        compute(static)
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -4,6 +4,8 @@ Its head is the target's rows of the draft's vocabulary, and stays so: trained, 
 of the draft's weights, moments and gradients (docs/training.md).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -36,4 +38,5 @@ class Training(DraftTraining):
     def build_objective(
         self, draft: LoadedDraft, segment: Segment, settings: TrainDraft, logits_scale: float
     ) -> tuple[PackObjective, ComputeLoss]:
-        return ttt.TrainingObjective.of_settings(settings, settings.ttt_steps, logits_scale), ttt.compute_loss
+        objective = ttt.TrainingObjective.of_settings(settings, settings.ttt_steps, logits_scale)
+        return replace(objective, pads_packs=True), ttt.compute_loss
