@@ -24,6 +24,7 @@ import shutil
 import tempfile
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from benchmarks.training_blocks import BLOCK_SIZES, FEATURE_LAYERS, CountedObjec
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
 from stages.families.block import objective as block_training
+from stages.families.eagle3.training import MOST_SMALL_TOKENS
 from stages.hidden_states import format, writer
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--drop-caches", action="store_true", help="read from the disk, not from memory (needs root)")
     parser.add_argument("--online", action="store_true", help="hidden states by a random 8B target, in the trainer")
     parser.add_argument("--compile", action="store_true", help="that target's blocks")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="of small packs")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     with distributed.join_process_group(args.device) as group:
@@ -218,6 +221,7 @@ def start(args: argparse.Namespace, group: distributed.RankContext) -> TimedTrai
     if args.method == "eagle3":
         draft.lm_head.weight.requires_grad_(False)
         objective: Any = ttt.TrainingObjective.of_settings(settings, settings.ttt_steps, 1.0)
+        objective = replace(objective, small_packs=args.graphs and args.batch_tokens <= MOST_SMALL_TOKENS)
         learn: Any = ttt.compute_loss
     else:
         loss = block_training.OBJECTIVES[args.method]

@@ -28,10 +28,11 @@ Dimensions as in `draft/eagle3.py`; T tokens of a pack, P query positions, L ste
 U distinct label tokens, M image tokens.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,9 @@ class TrainingObjective:
     batch_tokens: int = 0  # most tokens of a pack of several rows; 0: not known. Moves no result
     logits_scale: float = 1.0  # of the target's manifest
     reach_floor: float = 1.0  # weight of a step after one that missed the label
-    pads_packs: bool = False  # on a GPU, to few sizes (training/captured_step.py)
+    # Whether a pack's kernels take less time than their launches: on a GPU packs are then padded to few sizes and launched as
+    # graphs (captured_step.py), and the layer is not compiled
+    small_packs: bool = False
 
     @classmethod
     def of_settings(cls, settings: TrainDraft, num_steps: int, logits_scale: float) -> "TrainingObjective":
@@ -70,7 +73,7 @@ class TrainingObjective:
         """Build a pack on the CPU; nothing of it is drawn, so it is the same at every index."""
         pack = TrainingPack.from_rows(rows, self.num_steps, self.loss_mask, pinned)
         pack = replace(pack, batch_tokens=self.batch_tokens)
-        return pack.pad() if pinned and self.pads_packs and pack.can_be_padded else pack
+        return pack.pad() if pinned and self.small_packs and pack.can_be_padded else pack
 
     def combine_losses(self, step_loss: Sequence[float], _counts: Sequence[float]) -> float:
         """Return the sum over steps of decay**k times the mean loss of the step."""
@@ -109,7 +112,7 @@ class TrainingPack(SupervisedPack):
         return bool(self.chunks) and not self.is_oversized and self.rope_positions is None
 
     def pad(self) -> "TrainingPack":
-        """Return the pack with as many queries, and labels, as the next multiple of PADDED_SIZE, and a pair for each label and step.
+        """Return the pack with queries and labels up to the next multiple of PADDED_SIZE, and a pair for each label and step.
 
         So packs of one padded size and number of tokens differ in no other size. Padding queries repeat token 0 and have no pair;
         pairs without a supervised position are of the state after the last, without weight (chunked_loss).
@@ -225,7 +228,7 @@ def compute_loss(
     """Compute the loss of a pack over all L steps. Total losses of the packs of a batch add up to the loss of the batch."""
     if not pack.chunks:
         return packed_rows.compute_zero_loss(draft, pack, objective.num_steps)
-    states = _unroll_states(draft, pack, embedding, objective.num_steps)
+    states = _unroll_states(draft, pack, embedding, objective.num_steps, compiled=not objective.small_packs)
     decay = objective.decay ** torch.arange(objective.num_steps, device=head.device)
     if counts is None:
         counts = torch.tensor(pack.supervised_per_step, device=head.device)
@@ -235,13 +238,18 @@ def compute_loss(
     return LossOutput(*chunked_loss.compute_chunked_loss(*inputs))
 
 
-def _unroll_states(draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, num_steps: int) -> list[Tensor]:
-    """Return the states of each step, [P_k, H], on the row's own tokens."""
+def _unroll_states(
+    draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, num_steps: int, compiled: bool
+) -> list[Tensor]:
+    """Return the states of each step, [P_k, H], on the row's own tokens; with `compiled` on a GPU by compiled functions."""
+    compute_keys_values, compute_queries, compute_queries_keys_values, finish_layer = (
+        function if compiled else inspect.unwrap(function) for function in LAYER_FUNCTIONS
+    )
     dtype = draft.fc.weight.dtype
     features = draft.fuse_features(pack.features.to(dtype))  # [T, H]
     rope_positions = draft.get_rope_positions(pack.position, pack.rope_positions)
     embed = partial(embed_tokens, pack, nn.functional.pad(pack.ids, (0, num_steps + 1)), embedding)
-    keys, values = _compute_keys_values(draft, embed(slice(1, len(pack.ids) + 1)), features, rope_positions)
+    keys, values = compute_keys_values(draft, embed(slice(1, len(pack.ids) + 1)), features, rope_positions)
     attention = attention_mask.build_pack_attention(pack, keys, values, draft.config.sliding_window)
     hidden = features.index_select(0, pack.query_tokens)  # [P, H]
     own_keys: list[Tensor] = []
@@ -256,12 +264,12 @@ def _unroll_states(draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, nu
         embeds, positions = embed(tokens + 1 + k), rope_positions[tokens] + k
         key = value = None
         if k == 0:
-            query = _compute_queries(draft, embeds, hidden, positions)
+            query = compute_queries(draft, embeds, hidden, positions)
         else:
-            query, key, value = _compute_queries_keys_values(draft, embeds, hidden, positions)
+            query, key, value = compute_queries_keys_values(draft, embeds, hidden, positions)
             own_keys, own_values = [*own_keys, key], [*own_values, value]
         attended = attention.attend(query, own_keys, own_values)  # [Q, A, E]
-        return _finish_layer(draft, hidden, attended.to(dtype)), key, value
+        return finish_layer(draft, hidden, attended.to(dtype)), key, value
 
     run = (
         partial(checkpoint, run_step, use_reentrant=False, preserve_rng_state=False) if pack.is_oversized else run_step
@@ -315,3 +323,11 @@ def _compute_queries_keys_values(
 
 
 _finish_layer = compile_on_cuda(Eagle3Draft.finish_layer)
+
+# Compiling them takes 21 s on an H200, and saves 7% of a step of small packs: not worth it where a training takes minutes.
+LAYER_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    _compute_keys_values,
+    _compute_queries,
+    _compute_queries_keys_values,
+    _finish_layer,
+)

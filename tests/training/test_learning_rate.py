@@ -65,7 +65,7 @@ def test_a_horizon_that_does_not_fit_is_refused(changes: dict[str, Any], message
     ("lengths", "packs_per_step", "tokens"),
     [
         ([300] * 99, 1, 512),  # some 99 steps an epoch: as many as rows of this length allow
-        ([336] * 6000, 1, 4096),
+        ([336] * 6000, 1, 2048),
         ([340] * 600_000, 8, 16384),
         ([340] * 6000 + [3000], 1, 4096),
         ([100] * 50 + [1500], 1, 2048),  # the longest row fits

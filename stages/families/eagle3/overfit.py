@@ -35,7 +35,9 @@ class Eagle3Overfit(OverfitRun):
         self.config, self.feature_layers, self.num_steps = config, feature_layers, settings.ttt_steps
         self.vocabulary = tensors["t2d"].bool()
         weights = settings.ttt_decay, settings.mask, settings.loss
-        self.objective = ttt.TrainingObjective(settings.ttt_steps, *weights, logits_scale=logits_scale)
+        self.objective = ttt.TrainingObjective(
+            settings.ttt_steps, *weights, logits_scale=logits_scale, small_packs=True
+        )
         self.device = device
 
     def generate_losses(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Iterator[Tensor]:
@@ -49,7 +51,8 @@ class Eagle3Overfit(OverfitRun):
         Gradients are on, though none is computed: without them a GPU would compile every function once more.
         """
         pack = ttt.TrainingPack.from_rows([row], self.num_steps, "aligned").to(self.device)
-        result = ttt.compute_loss(self.draft, pack, embedding, head, ttt.TrainingObjective(self.num_steps))
+        objective = ttt.TrainingObjective(self.num_steps, small_packs=True)
+        result = ttt.compute_loss(self.draft, pack, embedding, head, objective)
         return ttt.count_chain_accepted(result, pack).tolist()
 
     def build_engine_draft(self) -> tuple[nn.Module, dict[str, Any]]:

@@ -18,6 +18,8 @@ from stages.training import ttt
 from stages.training.packed_rows import PackObjective
 from stages.training.trainer import ComputeLoss
 
+MOST_SMALL_TOKENS = 8192  # of 16,384 the kernels take longer than their launches, of any draft
+
 
 class Training(DraftTraining):
     """EAGLE-3's objective."""
@@ -39,4 +41,4 @@ class Training(DraftTraining):
         self, draft: LoadedDraft, segment: Segment, settings: TrainDraft, logits_scale: float
     ) -> tuple[PackObjective, ComputeLoss]:
         objective = ttt.TrainingObjective.of_settings(settings, settings.ttt_steps, logits_scale)
-        return replace(objective, pads_packs=True), ttt.compute_loss
+        return replace(objective, small_packs=(settings.batch_tokens or 0) <= MOST_SMALL_TOKENS), ttt.compute_loss
