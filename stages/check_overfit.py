@@ -35,6 +35,7 @@ from stages.runtime import atomic, scratch
 from stages.target import loading, manifest, vision
 from stages.target.feature_layers import locate_feature_layers
 from stages.telemetry.run_stage import run_stage
+from stages.training.compile_on_cuda import without_compiling
 from stages.training.optimizer import MasterWeightOptimizer, OptimizerSettings
 
 SAMPLED, HIDDENS = Path("data/sampled/train"), Path("data/hiddens/train")
@@ -121,8 +122,9 @@ def _learn_row(params: schema.Params, name: str) -> OverfitMeasurement:
         f"{name}: learns row {row.id}, on which perfect guesses reach {perfect_tau:.2f} tokens per verify cycle{covered}",
         flush=True,
     )
-    losses = _train_on_row(params, run, row, embedding, head, name)
-    trainer_tau = run.compute_trainer_tau(row, embedding, head)
+    with without_compiling():
+        losses = _train_on_row(params, run, row, embedding, head, name)
+        trainer_tau = run.compute_trainer_tau(row, embedding, head)
     del embedding, head  # the target may need their memory
     engine_tau = _measure_engine_tau(params, target_manifest, run, row)
     return OverfitMeasurement(row.id, perfect_tau, coverage, trainer_tau, engine_tau, losses)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stages.draft.eagle3 import attend_prefix_and_ancestors
-from stages.training.compile_on_cuda import compile_on_cuda
+from stages.training.compile_on_cuda import compile_on_cuda, is_on_gpu
 
 MAX_ATTENTION_LOGITS = 1 << 27  # of a step on a CPU, stored for the gradient
 
@@ -29,7 +29,7 @@ def build_pack_attention(
     Its `attend` returns [Q, A, E] for query [Q, A, E] of the first Q query tokens and S own keys and values, each [Q, G, E].
     A window includes the query's own position: step k of position p attends to tokens after p + k - window.
     """
-    return (_FlexPackAttention if pack.ids.is_cuda else _PaddedPackAttention).build(pack, keys, values, window)
+    return (_FlexPackAttention if is_on_gpu((pack.ids,)) else _PaddedPackAttention).build(pack, keys, values, window)
 
 
 def merge_own_steps(
@@ -116,7 +116,7 @@ def _tabulate_by_row(row_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor, 
     order = torch.sort(row_index, stable=True).indices
     counts = torch.bincount(row_index, minlength=num_rows)
     table = nn.utils.rnn.pad_sequence(list(order.split(counts.tolist())), batch_first=True)
-    is_item = torch.arange(table.shape[1]) < counts[:, None]
+    is_item = torch.arange(table.shape[1], device=counts.device) < counts[:, None]
     cell = torch.empty_like(row_index)
     cell[order] = is_item.flatten().nonzero()[:, 0]
     return table, is_item, cell

@@ -1,7 +1,9 @@
 """A decorator that compiles a function with torch.compile on a GPU and leaves it as it is on a CPU."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +14,17 @@ BACKEND = "inductor"  # another one in tests
 # RMSNorm's gradients of states and of weights are one kernel at all sizes. By default Inductor (torch 2.11) chooses by the size,
 # so that the first pack of fewer than 2H positions compiles a function again, for seconds in which all other ranks wait.
 INDUCTOR_OPTIONS: dict[str, Any] = {"triton.mix_order_reduction_non_strict_mode": True}
+_COMPILES = ContextVar("_COMPILES", default=True)
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """Run functions as they are within the block, on a GPU too: some hundred steps on one row end before they were compiled."""
+    token = _COMPILES.set(False)
+    try:
+        yield
+    finally:
+        _COMPILES.reset(token)
 
 
 def compile_on_cuda(function: F) -> F:
@@ -40,5 +53,5 @@ def compile_on_cuda(function: F) -> F:
 
 
 def is_on_gpu(args: tuple[Any, ...]) -> bool:
-    """Return whether any of the arguments is a CUDA tensor."""
-    return any(isinstance(x, Tensor) and x.is_cuda for x in args)
+    """Return whether any of the arguments is a CUDA tensor, and functions are compiled there."""
+    return _COMPILES.get() and any(isinstance(x, Tensor) and x.is_cuda for x in args)

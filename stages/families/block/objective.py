@@ -25,13 +25,16 @@ from stages.families.block import loss as block_loss
 from stages.families.block.loss import BlockLabels, BlockLossWeights
 from stages.params.families import BlockSegment
 from stages.training import attention_mask, packed_rows
-from stages.training.compile_on_cuda import compile_on_cuda
+from stages.training.compile_on_cuda import compile_on_cuda, is_on_gpu
 from stages.training.packed_rows import LossOutput, PackedRows, PackIndex, PackRow, SupervisedPack
 
 
 def build_block_attentions(c: BlockDraftConfig, anchors: Tensor, documents: Tensor) -> list[BlockAttention] | None:
-    """Return the attention of each layer for blocks at anchors [R] into packed documents [S]; None: dense masks, on a CPU."""
-    if not documents.is_cuda:
+    """Return the attention of each layer for blocks at anchors [R] into packed documents [S].
+
+    None where nothing is compiled: dense masks.
+    """
+    if not is_on_gpu((documents,)):
         return None
     return build_attentions(c, lambda sight: _build_flex_attention(anchors, documents, c.block_size, sight))
 

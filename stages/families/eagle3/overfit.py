@@ -6,6 +6,7 @@ Letters: V vocabulary, H hidden.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stages.draft import checkpoint, eagle3_checkpoint
@@ -35,9 +36,7 @@ class Eagle3Overfit(OverfitRun):
         self.config, self.feature_layers, self.num_steps = config, feature_layers, settings.ttt_steps
         self.vocabulary = tensors["t2d"].bool()
         weights = settings.ttt_decay, settings.mask, settings.loss
-        self.objective = ttt.TrainingObjective(
-            settings.ttt_steps, *weights, logits_scale=logits_scale, small_packs=True
-        )
+        self.objective = ttt.TrainingObjective(settings.ttt_steps, *weights, logits_scale=logits_scale)
         self.device = device
 
     def generate_losses(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Iterator[Tensor]:
@@ -45,14 +44,11 @@ class Eagle3Overfit(OverfitRun):
         while True:
             yield ttt.compute_loss(self.draft, pack, embedding, head, self.objective).total_loss
 
+    @torch.no_grad()
     def count_accepted(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Sequence[int]:
-        """Count argmax matches with the target, at the positions that serving drafts from.
-
-        Gradients are on, though none is computed: without them a GPU would compile every function once more.
-        """
+        """Count argmax matches with the target, at the positions that serving drafts from."""
         pack = ttt.TrainingPack.from_rows([row], self.num_steps, "aligned").to(self.device)
-        objective = ttt.TrainingObjective(self.num_steps, small_packs=True)
-        result = ttt.compute_loss(self.draft, pack, embedding, head, objective)
+        result = ttt.compute_loss(self.draft, pack, embedding, head, ttt.TrainingObjective(self.num_steps))
         return ttt.count_chain_accepted(result, pack).tolist()
 
     def build_engine_draft(self) -> tuple[nn.Module, dict[str, Any]]:
