@@ -150,6 +150,21 @@ def export(
 
 
 @app.command()
+def card(
+    checkpoint: Annotated[str, typer.Argument(help="A trained checkpoint, replayed.")],
+    folder: Annotated[str, typer.Argument(help="A new folder; else upload/CHECKPOINT.")] = "",
+    licence: Annotated[str, typer.Option(help="Of the draft, as the Hub names it: apache-2.0.")] = "unknown",
+) -> None:
+    """Write a draft and its model card into a folder that can be uploaded. Nothing is sent.
+
+    The card says what the draft was trained on and how, and what its trees accept by set of questions, replayed.
+
+    Example: aerie card e009 --licence apache-2.0
+    """
+    _exec_module("stages.reproduce.model_card", checkpoint, folder, licence)
+
+
+@app.command()
 def use(recipe: Recipe, keep: Keep = False) -> None:
     """Write a recipe's keys into params.yaml as committed, so that recipes never mix.
 

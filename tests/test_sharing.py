@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from stages.cells.replay_records import read_replay
+from stages.reproduce import model_card
 from tests.conftest import dvc
 
 REPRO = ("repro", "--pull", "--allow-missing")
@@ -80,3 +82,27 @@ def test_a_draft_is_got_without_a_clone(published: Path, tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {"config.json", "model.safetensors"}
     weights = (published / "drafts/e003/draft/model.safetensors").read_bytes()
     assert (tmp_path / "mine/model.safetensors").read_bytes() == weights
+
+
+def test_a_draft_with_its_card_is_ready_for_upload(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(small_run)
+    folder, draft = tmp_path / "upload", Path("drafts/e003/draft")
+    model_card.main("e003", str(folder), "apache-2.0")
+    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (draft / name).read_bytes()
+    card = (folder / "README.md").read_text()
+    head = YAML(typ="safe").load(card.split("---")[1])
+    assert (head["license"], head["base_model"]) == ("apache-2.0", "builtin/weather-tiny")
+    best = next(tree for tree in read_replay("e003") if not tree.temperature and tree.shape.name in card_trees(card))
+    assert f"| {best.shape.name[1:]} | {best.tau:.2f} (" in card
+    with pytest.raises(ValueError, match="exists, expected a new folder"):
+        model_card.main("e003", str(folder), "apache-2.0")
+    with pytest.raises(ValueError, match="e999 is no checkpoint of train_draft"):
+        model_card.main("e999", "", "apache-2.0")
+
+
+def card_trees(card: str) -> list[str]:
+    return ["t" + line.split("|")[1].strip() for line in card.splitlines() if re.match(r"\| \d+_\d+_\d+ \|", line)]
