@@ -53,7 +53,7 @@ class CapturedSteps:
 
     def run(self, pack: SupervisedPack, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss summed over the positions of each step [L], and argmax matches [L, P], valid until the next run."""
-        size = pack.padded_size
+        size = None if pack.rope_positions is not None else pack.padded_size  # images have sizes of their own
         if self._is_enabled and size is not None:
             self._seen[size] += 1
             if self._seen[size] > RUNS_BEFORE_CAPTURE:

@@ -170,7 +170,9 @@ class TrainingPack(SupervisedPack):
     def without_supervision(self) -> "TrainingPack":
         """Return the same rows with no supervised position."""
         none = [0] * len(self.supervised_per_step)
-        return replace(self, chunks=[], supervised_per_step=none, num_candidates=0, contexts=self.contexts[:0])
+        return replace(
+            self, chunks=[], supervised_per_step=none, num_candidates=0, contexts=self.contexts[:0], padded_size=None
+        )
 
     def select_step(self, step: int) -> "TrainingPack":
         """Return a pack of one step: the pairs of `step` alone."""

@@ -158,6 +158,9 @@ def test_a_padded_pack_in_memory_of_another_has_its_own_loss_and_gradients(
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
 
     before = TrainingPack.from_rows([make_row(34, 55, [(1, 54)])], STEPS, "aligned").pad()
+    assert (
+        before.without_supervision().padded_size is None
+    )  # a process's share of a step may be such a pack: no graph is of it
     static = captured_step.allocate_static(before, 60)
     for each in (before, pack.pad()):
         captured_step.copy_pack(each, static)
