@@ -29,6 +29,10 @@ from ruamel.yaml import YAML
 
 TREES = ("t3_1_4", "t7_1_8", "t5_4_16")
 GRID = {"num_steps": [3, 5, 7], "topk": [1, 4], "num_draft_tokens": [16], "trace_trees": ["t3_1_4"]}
+NAMED = {
+    "checkpoints": True,
+    "checkpoint": False,
+}  # keys of served sections that name drafts, and whether they are lists
 SEGMENT_KEYS = ("epochs", "method", "layers", "block_size", "anchors", "markov_rank", "feature_layers", "heads")
 
 
@@ -110,10 +114,13 @@ def _write_params(work: Path, params: dict[str, Any], name: str) -> None:
     changed = {
         "replay_trees": params.get("replay_trees", {}) | GRID | {"checkpoints": [name]},
         "time_trees": {"checkpoints": []},
-        "benchmark": {"workloads": workload, "torch_workloads": [], "checkpoints": [name], "trees": ["t3_1_4"]},
+        "benchmark": {"workloads": workload, "torch_workloads": ["eval"], "checkpoints": [name], "trees": ["t3_1_4"]},
     }
-    kept = {key: value for key, value in params.items() if not key.startswith(("benchmark", "serving_costs", "time_"))}
-    YAML(typ="safe").dump(kept | changed, path)
+    served = {key: value for key, value in params.items() if key.startswith(("benchmark_", "serving_costs"))}
+    for key, value in served.items():  # no cells, of no other checkpoint
+        names = {k: [name] if is_list else name for k, is_list in NAMED.items() if k in value}
+        changed[key] = value | {"workloads": []} | names
+    YAML(typ="safe").dump(params | changed, path)
     subprocess.run([sys.executable, "-m", "stages.inputs"], cwd=work, check=True)
 
 
@@ -153,10 +160,14 @@ def draw(table: pl.DataFrame, path: Path) -> None:
     for tree, marker in zip(TREES, "o^s", strict=True):
         axes.plot(ordered["seconds"], ordered[tree], marker=marker, label=tree)
     for seconds, tau, name in ordered.select("seconds", TREES[0], "name").iter_rows():
-        axes.annotate(name, (seconds, tau), xytext=(4, -12), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            name, (seconds, tau), xytext=(0, -8), textcoords="offset points", rotation=-35, rotation_mode="anchor",
+            va="top", fontsize=8,
+        )  # fmt: skip
+    axes.margins(x=0.1, y=0.25)
     axes.set(xlabel="seconds of training, compiling included", ylabel="tau of new answers, temperature 0")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left")
     figure.savefig(path)
 
 
