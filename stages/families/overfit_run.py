@@ -26,6 +26,7 @@ class OverfitRun(ABC):
     draft: nn.Module
     feature_layers: list[int]  # of the target, that the draft reads
     num_steps: int  # drafts of a chain
+    is_compiled = False  # on a GPU; so few steps end before
     learns_own_tokens = False  # the row's own; else what the target is most likely to answer
     vocabulary: Tensor | None = None  # [V] bool, the tokens that the draft can write; None: all
 

@@ -31,6 +31,8 @@ from stages.training.packed_rows import PackIndex
 class BlockOverfit(OverfitRun):
     """An untrained block draft; the segment names its loss and the anchors of a step."""
 
+    is_compiled = True  # dense masks of five layers of 512 blocks of 16 would take some 100 GB
+
     def __init__(
         self,
         draft: BlockDraft,
