@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from pipeline import freshness
 
 if TYPE_CHECKING:
+    from pipeline.dvc_graph import GraphState
     from stages.params.schema import Params
 
 TABLE_FILE = Path("results/report/table.txt")  # by the report stage
@@ -196,7 +197,7 @@ def describe_outdated() -> Iterator[str]:
     """Yield a line where the results here are not those of params.yaml, data and code as they are now."""
     try:
         _check_no_run()
-        stale = _ask_stale()
+        stale = _ask_stale().reasons
     except (ValueError, OSError) as error:  # OSError: DVC needs a lock, on a disk that is read-only
         yield f"note: it is not known whether this is of params.yaml as it is now: {error}"
         return
@@ -212,15 +213,16 @@ def list_stale() -> Iterator[str]:
         ValueError: params.yaml is not valid, dvc.yaml cannot be read, or a run is at work here.
         SystemExit: with 1, after the last line, if any stage is stale.
     """
-    from pipeline import dvc_graph
+    if _is_known_fresh():  # what a run at work has changed would show
+        yield NOTHING_STALE
+        return
     from stages.params.cell_trees import describe_left_out
 
     _check_no_run()
-    if not _is_known_fresh():
-        yield from describe_left_out(check_run_params().list_left_out_trees())
-    reasons = _ask_stale()
-    yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})
-    if reasons:
+    yield from describe_left_out(check_run_params().list_left_out_trees())
+    found = _ask_stale()
+    yield from _describe_stale(found.reasons, found.stages)
+    if found.reasons:
         sys.exit(1)
 
 
@@ -252,8 +254,8 @@ def _check_no_run() -> None:
         raise ValueError(f"a run is at work here ({holder}); ask again when it has ended")
 
 
-def _ask_stale() -> dict[str, list[str]]:
-    """Return the stale stages, each with what changed. Raises ValueError while another command of DVC is at work here."""
+def _ask_stale() -> "GraphState":
+    """Return the graph and what of it is stale. Raises ValueError while another command of DVC is at work here."""
     from pipeline import dvc_graph
 
     try:

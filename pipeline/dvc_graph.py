@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -43,6 +43,13 @@ CONFLICT = "<<<<<<< "  # begins what git leaves in a file that it could not merg
 
 class BusyError(ValueError):
     """Another process holds one of DVC's locks."""
+
+
+class GraphState(NamedTuple):
+    """The stale stages, each with what changed, and all stages, each with those that it depends on."""
+
+    reasons: dict[str, list[str]]
+    stages: freshness.Upstream
 
 
 def list_stages(root: Path | None = None) -> dict[str, list[str]]:
@@ -132,16 +139,16 @@ def explain_stale(names: list[str] | None = None) -> dict[str, list[str]]:
     Raises ValueError as `list_stages`.
     """
     try:
-        return ask_stale(names)
+        return ask_stale(names).reasons
     except BusyError as error:
         unknown = f"DVC can't say, another process is at work: {str(error).splitlines()[0]}"
         return {name: [unknown] for name in names or list_stages()}
 
 
-def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
-    """Return what `explain_stale` does. Raises BusyError where another process works on what is asked about."""
-    if names is None and freshness.read_fresh_stages() is not None:
-        return {}
+def ask_stale(names: list[str] | None = None) -> GraphState:
+    """Return what `explain_stale` does, and the graph. Raises BusyError where another process works on what is asked about."""
+    if names is None and (known := freshness.read_fresh_stages()) is not None:
+        return GraphState({}, known)
     with open_repo() as repo:
         paths = _list_watched_paths(repo) if names is None else []
         digest = freshness.digest_paths(paths)
@@ -170,7 +177,7 @@ def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
             reasons[name].insert(0, RESTORED)
         if paths and not reasons:
             freshness.remember_fresh(paths, digest, stages)
-    return reasons
+    return GraphState(reasons, stages)
 
 
 def _list_restorable(repo: Any, stale: list[str], texts: dict[Path, str]) -> Iterator[str]:

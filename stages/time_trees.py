@@ -3,7 +3,8 @@
 Times whole cycles, as decoding runs them, over a grid of num_steps, topk and num_draft_tokens, and steps of plain decoding,
 of one sequence or of several at once (`batches`).
 Every round times each tree once, forwards and backwards in alternation, so that a drifting machine affects all alike; a tree's
-time is the median over its cycles. Plain decoding takes as many steps as the deepest tree can commit tokens, since the
+time is the median over its cycles. Rounds end, in pairs, once the times are so precise that more would not change the error of
+the fit. Plain decoding takes as many steps as the deepest tree can commit tokens, since the
 first few after a prefill are slower. cells/cost_fit.py fits the cost model; with replay's tau the report predicts speedups.
 Times depend on a draft's shapes, not on its weights: e000 stands for every EAGLE-3 checkpoint that train_draft makes from it.
 A block draft is timed on the trees of the grid that are no deeper than its block.
@@ -14,7 +15,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import cast
 
 import torch
@@ -34,6 +35,8 @@ from stages.target import loading, manifest
 from stages.telemetry.run_stage import run_stage
 
 ANSWERS_FOLDER = Path("data/sampled/eval")
+# Of the fit's error, that of the times, at which no further rounds are timed: without it the fit's would be a twentieth smaller.
+NOISE_SHARE = 0.3
 
 
 def main(name: str) -> None:
@@ -51,22 +54,13 @@ def main(name: str) -> None:
     timed_from, process_from = time.perf_counter(), time.process_time()
     for batch in s.batches:  # one after the other: caches and CUDA graphs are of one batch
         steps, *cycles = _time_decodings(engine, prompts[:batch], trees, s)
-        count = len(steps) // s.repeats
+        count = len(steps) * s.cycles // len(cycles[0])  # of a round
         medians = [median(steps[start : start + count]) for start in range(0, len(steps), count)]
         spreads.append(max(medians) / min(medians) - 1)  # of the slowest round's median step above the fastest's
         plain.append(
             timing_grid.PlainStepTime(batch=batch, **timing_grid.summarise_times("step_s", steps, estimate_median))
         )
-        grid += [
-            timing_grid.CycleTime(
-                num_steps=tree.num_steps,
-                topk=tree.topk,
-                num_draft_tokens=tree.num_draft_tokens,
-                batch=batch,
-                **timing_grid.summarise_times("cycle_s", of_tree, estimate_median),
-            )
-            for tree, of_tree in zip(trees, cycles, strict=True)
-        ]
+        grid += _summarise_cycles(trees, batch, cycles)
     share = (time.process_time() - process_from) / (time.perf_counter() - timed_from)
     fit = cost_fit.fit_cost_model(grid)
     also = {"dtype": p.target.dtype, "tree_scoring": p.benchmark.tree_scoring}
@@ -151,7 +145,7 @@ def _time_decodings(
 ) -> list[list[float]]:
     """Return the seconds of the timed steps over all rounds: of plain decoding, then of each tree.
 
-    Plain decoding has as many steps as the deepest tree commits tokens at most.
+    Plain decoding has as many steps as the deepest tree commits tokens at most. Rounds are at most `repeats`.
     """
     deepest = 1 + max(tree.num_steps for tree in trees)
     decodings = [(None, s.warmup * deepest, s.cycles * deepest), *((tree, s.warmup, s.cycles) for tree in trees)]
@@ -160,7 +154,29 @@ def _time_decodings(
         order = range(len(decodings))
         for index in order if number % 2 == 0 else reversed(order):
             seconds[index] += list(_time_steps(engine, prompts, *decodings[index]))
+        if number % 2 and _is_precise(_summarise_cycles(trees, len(prompts), seconds[1:])):
+            break
     return seconds
+
+
+def _summarise_cycles(trees: list[TreeShape], batch: int, seconds: list[list[float]]) -> list[timing_grid.CycleTime]:
+    """Return the time of each tree's cycle from the seconds of its cycles."""
+    return [
+        timing_grid.CycleTime(
+            num_steps=tree.num_steps,
+            topk=tree.topk,
+            num_draft_tokens=tree.num_draft_tokens,
+            batch=batch,
+            **timing_grid.summarise_times("cycle_s", of_tree, estimate_median),
+        )
+        for tree, of_tree in zip(trees, seconds, strict=True)
+    ]
+
+
+def _is_precise(grid: list[timing_grid.CycleTime]) -> bool:
+    """Return whether the errors of the times, root mean square, are at most NOISE_SHARE of the error of their fit."""
+    noise = fmean((point.error or 0.0) ** 2 for point in grid) ** 0.5
+    return noise <= NOISE_SHARE * cost_fit.fit_cost_model(grid).error
 
 
 def _time_steps(

@@ -90,7 +90,7 @@ class TimeTrees(TreeGrid):
     context: Count = 1024  # tokens in the KV cache before the first timed cycle
     warmup: Annotated[int, Field(ge=0)] = 1  # untimed cycles of each tree in each repeat
     cycles: Count = 2  # timed cycles of each tree in each repeat
-    repeats: Count = 5  # rounds over all trees; a tree's cost is the median of its cycles
+    repeats: Count = 5  # rounds over all trees at most (docs/cost.md); a tree's cost is the median of its cycles
     # sequences at once; [1, 4, 16, 64]: predicts speedups at these loads
     batches: Grid = Field(default_factory=lambda: [1])
 

@@ -2,9 +2,8 @@
 
 import ast
 import hashlib
-import io
 import json
-import tokenize
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,6 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 KEPT_DIGESTS = Path(".scratch/digests.json")
+# A comment is a # outside of strings; in the syntax of Python 3.11, the oldest supported, no f-string holds its own quotes.
+STRING_OR_COMMENT = re.compile(
+    r'''(?P<string>"""(?:[^\\"]+|\\.|"(?!""))*"""|\'\'\'(?:[^\\']+|\\.|'(?!''))*\'\'\''''
+    r"""|"(?:[^"\\\n]+|\\.)*"|'(?:[^'\\\n]+|\\.)*')|#[^\n]*""",
+    re.DOTALL,
+)
 THREADS = 8  # of a folder's files; hashing and reading release the interpreter
 
 
@@ -94,11 +99,7 @@ def cut_remarks(text: str) -> str:
     They are cut by position: a dump of the syntax tree differs between versions. Lines within a string stay as they are.
     """
     tree = ast.parse(text)
-    lines = text.split("\n")  # as the parser counts them
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
+    lines = STRING_OR_COMMENT.sub(lambda found: found["string"] or "", text).split("\n")  # as the parser counts them
     quoted = {row for first, last in _list_long_strings(tree) for row in range(first, last)}
     cut = {row for node in _list_docstrings(tree, lines) for row in range(node.lineno, (node.end_lineno or 0) + 1)}
     kept = []

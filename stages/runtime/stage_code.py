@@ -49,7 +49,7 @@ def find_code(
     pending = {file for file in found if file.endswith(".py")}
     while pending:
         named = {name for file in pending if _is_tracked(file) for name in find_imports(file, kept, root)}
-        pending = named - found - set(left_out)
+        pending = {name for name in named - found - set(left_out) if (root / name).is_file()}
         found |= pending
     for folder in {file.rsplit("/", 1)[0] for file in found} - {CODE}:
         found |= {file.relative_to(root).as_posix() for file in (root / folder / TEMPLATES).glob("*") if file.is_file()}
@@ -61,9 +61,8 @@ def _is_tracked(file: str) -> bool:
 
 
 def find_imports(file: str, kept: KeptDigests, root: Path = Path()) -> list[str]:
-    """Return the files of stages/ that one file imports, anywhere in it."""
-    named = kept.find("imports", root / file, _read_imports).split()
-    return [name for name in named if (root / name).is_file()]
+    """Return the files of stages/ that one file may import, anywhere in it; not all are there."""
+    return kept.find("imports", root / file, _read_imports).split()
 
 
 def _read_imports(file: Path) -> str:

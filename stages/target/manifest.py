@@ -10,16 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import safe_open
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from stages.params import target_files
 from stages.runtime import atomic
-from stages.target import foreign_files
 from stages.telemetry import waits
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TARGET_FOLDER = Path("artifacts/target")
 MADE_BY = "prepare_target"
@@ -112,12 +110,17 @@ def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER)
 
 
 @waits.count_wait("load")
-def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> tuple[Tensor, Tensor]:
+def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> "tuple[Tensor, Tensor]":
     """Return the target's embedding [V, H] and output head [V, H] as float32, without loading the model.
 
     A tied target has one table for both. Raises ValueError where files are missing or have no such tensors, MissingHeadError
     where they have all but a head.
     """
+    import torch  # seconds, and stages that compute nothing read the manifest too
+    from safetensors import safe_open
+
+    from stages.target import foreign_files
+
     folder = resolve_weights_folder(manifest, path)
     found: dict[str, Tensor] = {}
     names: dict[str, str] = {}  # embed_tokens, lm_head -> the tensor's full name

@@ -33,7 +33,10 @@ ADDRESS_VARIABLE = "AERIE_FORK_SERVER"
 # the address in a fork, for the ranks that its stage starts, and for them only
 RANKS_VARIABLE = "AERIE_RANKS_FORK_SERVER"
 # What most stages import. Not polars: it starts threads, which a fork does not have.
-PRELOADED = ("torch", "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")
+PRELOADED = (
+    "torch", "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3",
+    "pydantic.json_schema", "ruamel.yaml",
+)  # fmt: skip
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STANDARD_FILES = (0, 1, 2)
 LENGTH = struct.Struct("!I")  # of a request, before it

@@ -101,7 +101,7 @@ def test_trees_that_are_left_out_are_told_before_a_run(home: Path, monkeypatch: 
         "benchmark": {"checkpoints": ["e009", "block"], "trees": ["t7_1_8", "t8_2_16"]},
     })  # fmt: skip
     message = "left out of benchmark: t8_2_16 with block: it is deeper than the 7 drafts of a block"
-    monkeypatch.setattr(dvc_graph, "ask_stale", dict)
+    monkeypatch.setattr(dvc_graph, "ask_stale", lambda: dvc_graph.GraphState({}, {}))
     assert list(commands.list_stale()) == [message, commands.NOTHING_STALE]
     assert message in [each.found for each in doctor.check_all()]
     monkeypatch.setattr(dvc_graph, "explain_stale", lambda: {"report": ["new"]})
