@@ -32,7 +32,6 @@ from stages.cells.cell import Cell
 from stages.data import conversations
 from stages.draft import supported_targets
 from stages.hidden_states import reader
-from stages.params.schema import load_params
 from stages.target import loading, manifest
 from stages.target.vision import CachedImageProcessor
 from tests.built_engines import build_engine
@@ -42,7 +41,7 @@ from tests.opened.declared import undeclared
 from tests.opened.watch import opening
 from tests.target.multimodal_documents import DOCUMENTS, TAPPED, TOKEN, alone, document
 from tests.target.test_target_forward import H, save_random_model
-from tests.test_extract_hiddens import files, refused, run
+from tests.test_extract_hiddens import files, run
 from tests.torch_cells import read_line
 
 ROOM = 12
@@ -232,43 +231,6 @@ def test_our_own_folder_is_imported(
     run(project, dtype=dtype, **{"import": None})
     assert files(project) == imported
     assert (imported == extracted_files) == (dtype == "float32")
-
-
-def test_a_target_that_sees_none_refuses_pictures(project: Path) -> None:
-    found = json.loads((project / "artifacts/target/target.json").read_text())
-    (project / "artifacts").unlink()
-    (project / "artifacts/target").mkdir(parents=True)
-    (project / "artifacts/target/target.json").write_text(json.dumps({**found, "image_token_id": None}))
-    assert "images, expected none for this target" in refused(project)
-
-
-def test_another_threshold_measures_nothing_again_and_retrains_nothing(
-    project: Path, sampled_project: Path, extracted_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: train_draft depended on the report, which holds the threshold, so an edit of it retrained every draft."""
-    monkeypatch.chdir(project)
-    (project / "data/hiddens").symlink_to(sampled_project / "data/hiddens")
-    init_draft.main()
-    check_overfit.main()
-    passed, report = Path("results/overfit_pass.json"), Path("results/train/e000.overfit.json")
-    before = passed.read_bytes()
-    assert set(json.loads(before)) == {"passed", "row", "draft"}
-    with monkeypatch.context() as patch:
-        patch.setattr(check_overfit, "_learn_row", None)
-        edit_params(project, {"check_overfit": {"min_tau": 1.25}})
-        check_overfit.main()
-        assert passed.read_bytes() == before and json.loads(report.read_text())["min_tau"] == 1.25
-        kept = check_overfit._locate_measurement(load_params()) / "measured.json"
-        measured = json.loads(kept.read_text())  # a perfect draft reaches any threshold, so this one is made imperfect
-        kept.write_text(json.dumps(measured | {"engine_tau": 0.9 * measured["perfect_tau"]}))
-        edit_params(project, {"check_overfit": {"min_tau": 3.99}})
-        with pytest.raises(ValueError, match=r"check_overfit\.min_tau 3\.99"):
-            check_overfit.main()
-    measured = check_overfit._locate_measurement(load_params())
-    edit_params(project, {"check_overfit": {"min_tau": 1.25, "steps": 90}})
-    assert check_overfit._locate_measurement(load_params()) != measured
-    check_overfit.main()
-    assert passed.read_bytes() == before and json.loads(report.read_text())["steps"] == 90
 
 
 def test_a_draft_is_trained_replayed_and_decoded(

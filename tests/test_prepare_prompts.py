@@ -1,6 +1,5 @@
 """Workload prompts: the eval split's unchanged, a set's as transformers renders them, random ones as SGLang's."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -166,19 +165,6 @@ def test_random_prompts_are_rows_cut_or_repeated(project: Path) -> None:
     assert all(tuple(row["prompt_ids"]) in possible for row in [*measured, *warm])
     assert len({tuple(row["prompt_ids"]) for row in [*measured, *warm]}) == 43  # also of 12 rows
     assert min(map(len, texts)) < min(lengths), "nothing was repeated"
-
-
-def test_missing_files_are_named(project: Path) -> None:
-    with pytest.raises(
-        ValueError, match=re.escape("data/prompts/none.parquet not found; run: dvc repro prepare_prompts@none")
-    ):
-        workload_prompts.read_prompts("none")
-    (project / "data/prompt_sets").unlink()
-    with pytest.raises(ValueError, match=r"data/prompt_sets/gsm8k\.jsonl not found"):
-        ask(project, "gsm8k")
-    (project / "data/sampled").unlink()
-    with pytest.raises(ValueError, match=r"data/sampled/eval not found; run: dvc repro sample_target"):
-        ask(project, "eval")
 
 
 def test_a_few_prompts_are_from_every_file(project: Path) -> None:

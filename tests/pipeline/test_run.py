@@ -101,18 +101,6 @@ def test_all_stages_run_by_one_dvc_and_a_second_run_finds_nothing_stale(project:
     assert (again.returncode, again.stdout) == (0, "nothing is stale\n")
 
 
-def test_a_truncated_dvc_lock_is_repaired_and_the_run_continues(committed: Project) -> None:
-    """Bug: `make run` met a dvc.lock that a kill had cut with a traceback, where the flow takes the last commit's."""
-    committed.write_stage("last", "# edited")
-    lock_file = committed.root / "dvc.lock"
-    text = lock_file.read_text()
-    lock_file.write_text(text[: text.rindex("md5: ") + 2])  # in the midst of a key
-    done = run()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "dvc.lock was cut by a kill; restored from the last commit" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr and committed.locked() == {"first", "middle", "last"}
-
-
 def test_a_dvc_lock_with_the_conflicts_of_a_merge_is_left_to_the_user(committed: Project) -> None:
     """Bug: it was taken for one that a kill had cut, and replaced with the last commit's."""
     lock_file = committed.root / "dvc.lock"
