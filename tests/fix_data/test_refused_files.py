@@ -16,8 +16,6 @@ from tests.fix_data.raw_rows import RAW, outcome, questions, set_params, write_r
     ("line", "found"),
     [
         ('{"id": "a", "conversations": [', '\'{"id": "a", "conversations": [\''),
-        ("[1, 2]", "'[1, 2]'"),
-        ('{"messages": []}', "'{\"messages\": []}'"),
         ('{"conversations": "hello"}', '\'{"conversations": "hello"}\''),
     ],
 )

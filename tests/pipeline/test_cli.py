@@ -2,10 +2,8 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -51,31 +49,6 @@ def test_a_command_prints_the_lines_of_its_function(
     printed = capsys.readouterr()
     assert calls == [given] and printed.out == "one line\nanother\n"
     assert printed.err == ("a note\n" if words == ["table"] else "")
-
-
-def test_ctrl_c_of_a_flow_in_a_terminal_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bug: `python -m pipeline.flows` ended in Prefect's traceback, killed by its own signal."""
-    from pipeline import flows
-
-    def interrupt(return_state: bool) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)
-
-    monkeypatch.setattr(flows, "require_server", lambda: None)
-    monkeypatch.setattr(flows.commands, "check_run_params", lambda: None)
-    monkeypatch.setattr(flows, "build", interrupt)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            flows.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == (
-        "aerie: stopped; what has finished is kept, `python -m pipeline.flows` goes on with the rest\n"
-    )
 
 
 @pytest.mark.parametrize("words", [["start"], ["worker", "--limit", "0"], ["worker", "--limit", "many"], ["drop"]])

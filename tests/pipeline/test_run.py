@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,13 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import processes, recipes, workspaces
+from pipeline import processes, workspaces
 from pipeline.resources import try_lock
 from pipeline.run_display import locate_log
-from stages.params import schema
 from stages.telemetry import unfinished
 from tests.conftest import has_ended
-from tests.pipeline.conftest import REPO, Project, give_params
+from tests.pipeline.conftest import Project, give_params
 
 RUN = [sys.executable, "-m", "pipeline", "run"]
 
@@ -239,18 +237,3 @@ def test_no_second_process_runs_a_stage_that_a_killed_dvc_has_left(project: Proj
         Path("go").touch()
     assert has_ended(stage)
     assert run().returncode == 0
-
-
-def test_use_own_is_a_short_file_whose_lines_to_fill_in_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(REPO / "params.yaml", tmp_path)
-    shutil.copytree(REPO / "recipes", tmp_path / "recipes")
-    monkeypatch.chdir(tmp_path)
-    told = recipes.use_recipe("own")
-    assert [line.split()[0] for line in told[1:-2]] == ["model:", "device:", "dtype:", "raw:"]
-    own = schema.load_params()
-    assert (own.fix_data.answers, own.train_draft.muon_learning_rate) == ("text", 0.004)  # not the toy's
-    assert Path("params.yaml.before-own").read_text() == (REPO / "params.yaml").read_text()
-    with pytest.raises(ValueError, match="expected no --keep"):
-        recipes.use_recipe("own", keep=True)
