@@ -1,6 +1,6 @@
 """Bring the whole graph up to date, or list what is stale, each as lines to print.
 
-With nothing to do the answer takes no DVC: everything but pipeline/freshness.py is imported where there is something.
+DVC and pydantic are imported by the commands that need them: `aerie --help` and `aerie table` take 0.1 s.
 """
 
 import contextlib
@@ -9,20 +9,15 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from pipeline import freshness
 
 if TYPE_CHECKING:
     from stages.params.schema import Params
 
 TABLE_FILE = Path("results/report/table.txt")  # by the report stage
-VALID_PARAMS_FILE = Path(".scratch/valid_params.json")
-# What the check of params.yaml depends on, besides data; stages.params has the first as PARAMS_FILE, and pydantic, 0.2 s.
-CHECKED_PATHS = ("params.yaml", "stages/params")
 MAX_SHOWN_CHANGES = 3  # of one line; Prefect's pages have all of them
 PROCESS_ID = re.compile(r"\(PID (\d+)\)")  # in DVC's message on a locked file
 NOTHING_STALE = "nothing is stale"
@@ -64,10 +59,6 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         ValueError: params.yaml is not valid, dvc.yaml cannot be read, or dvc.lock cannot be repaired.
         StageError: a stage failed.
     """
-    if _is_known_fresh():
-        yield NOTHING_STALE
-        yield from _read_results()
-        return
     from pipeline import dvc_graph, processes, workspaces  # 0.2 s
     from stages.params import checks
     from stages.params.cell_trees import describe_left_out
@@ -83,69 +74,34 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         if reasons:
             with processes.guard_run(held_files), processes.preload_stages(len(reasons)):
                 dvc_graph.run_all_stages(stages, verbose=verbose)
-        if not (verbose and reasons):  # the report stage has printed it
-            yield from _read_results()
+        if TABLE_FILE.exists() and not (verbose and reasons):  # the report stage has printed it
+            yield from ["", *read_table()]
         if reasons:
             yield from ["", *_choose_next_steps(params)]
-            dvc_graph.explain_stale()  # seconds, here instead of in the next run, which then takes none
-
-
-def _is_known_fresh() -> bool:
-    """Return whether nothing has changed since params.yaml was found valid and every stage up to date."""
-    known = freshness.read_known(VALID_PARAMS_FILE)
-    is_valid = known is not None and known["look"] == freshness.digest_paths(CHECKED_PATHS)
-    return is_valid and freshness.read_fresh_stages() is not None
 
 
 def _choose_next_steps(params: "Params") -> list[str]:
-    """Return the lines at the end of a run of these parameters."""
+    """Return the lines at the end of a run. The line on own data or an own target is left out where they are the user's."""
+    has_own_data = params.fix_data.raw not in EMBEDDED_DATA
+    has_own_target = not params.target.model.startswith("builtin/")
+    served = params.benchmark_served
+    served_trees = served.trees if served.workloads else []
+    serving = [SERVED_TARGET] if not served_trees else [] if params.serving_costs.workloads else [SERVING_COSTS]
     segments = params.train_draft.checkpoints.values()
     chains = {chain for segment in segments if (chain := segment.draft.whole_block)}
-    served = params.benchmark_served
-    return list_next_steps(
-        params.fix_data.raw,
-        params.target.model,
-        [chain.name for chain in sorted(chains, key=lambda chain: chain.num_steps)],
-        served.trees if served.workloads else [],
-        bool(params.serving_costs.workloads),
+    unserved = [chain.name for chain in sorted(chains, key=lambda chain: chain.num_steps)]
+    unserved = [name for name in unserved if name not in served_trees]
+    own_blocks = (
+        f"  block drafts   benchmark_served.trees: [{', '.join(unserved)}], all that engines run of them: docs/trees.md"
     )
-
-
-def list_next_steps(
-    raw: str,
-    model: str,
-    block_chains: Sequence[str] = (),
-    served_trees: Sequence[str] = (),
-    has_serving_costs: bool = False,
-) -> list[str]:
-    """Return the lines at the end of a run. The line on own data or an own target is left out where they are the user's.
-
-    Args:
-        raw: fix_data.raw.
-        model: target.model.
-        block_chains: the trees of the whole blocks that were trained; none without block drafts.
-        served_trees: the trees of served cells; none where nothing was served.
-        has_serving_costs: whether the cycles of a server were timed.
-    """
-    has_own_data, has_own_target = raw not in EMBEDDED_DATA, not model.startswith("builtin/")
-    serving = [SERVED_TARGET] if not served_trees else [] if has_serving_costs else [SERVING_COSTS]
-    unserved = [tree for tree in block_chains if tree not in served_trees]
+    blocks = [own_blocks if has_own_target else BLOCK_DRAFTS_OF_YOUR_TARGET]
     return [
         WHAT_NEXT,
         MORE_DATA if has_own_data else YOUR_DATA,
         *(serving if has_own_target else [YOUR_TARGET]),
-        *(_advise_block_drafts(unserved, has_own_target) if unserved else []),
-        OTHER_TREES if has_own_data or has_own_target else A_RECIPE if block_chains else BLOCK_RECIPE,
+        *(blocks if unserved else []),
+        OTHER_TREES if has_own_data or has_own_target else A_RECIPE if chains else BLOCK_RECIPE,
         *ALWAYS_NEXT,
-    ]
-
-
-def _advise_block_drafts(chains: Sequence[str], has_own_target: bool) -> list[str]:
-    """Return the line on block drafts that were not served: by the chain of the whole block."""
-    if not has_own_target:
-        return [BLOCK_DRAFTS_OF_YOUR_TARGET]
-    return [
-        f"  block drafts   benchmark_served.trees: [{', '.join(chains)}], all that engines run of them: docs/trees.md"
     ]
 
 
@@ -157,12 +113,10 @@ def check_run_params() -> "Params":
     from pipeline import target_checks
     from stages.params import checks, schema  # 0.2 s
 
-    digest = freshness.digest_paths(CHECKED_PATHS)
     params = schema.load_params()
     checks.check_params(params)
     target_checks.check_target_config(params)
     target_checks.check_mask_tokens(params)
-    freshness.write_known(VALID_PARAMS_FILE, {"look": digest})
     return params
 
 
@@ -171,18 +125,12 @@ def _warn_of_disk(params: "Params") -> Iterator[str]:
     if params.target.model.startswith("builtin/"):
         return
     from pipeline import preflight, reproduce
+    from stages.params.section import PARAMS_FILE
 
     with contextlib.suppress(ValueError):  # nothing is recorded of the target's shape
-        finding = preflight.check_disk(reproduce.estimate_params(None, Path(CHECKED_PATHS[0])).disk_bytes)
+        finding = preflight.check_disk(reproduce.estimate_params(None, PARAMS_FILE).disk_bytes)
         if finding.ok is False:
             yield f"{finding.subject}: {finding.found}; {finding.advice}"
-
-
-def _read_results() -> Iterator[str]:
-    """Yield the table of the results; nothing where a graph has none."""
-    if TABLE_FILE.exists():
-        yield ""
-        yield from read_table()
 
 
 def read_table() -> Iterator[str]:
@@ -216,8 +164,7 @@ def list_stale() -> Iterator[str]:
     from stages.params.cell_trees import describe_left_out
 
     _check_no_run()
-    if not _is_known_fresh():
-        yield from describe_left_out(check_run_params().list_left_out_trees())
+    yield from describe_left_out(check_run_params().list_left_out_trees())
     reasons = _ask_stale()
     yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})
     if reasons:

@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from stages import extract_hiddens
-from stages.data import conversations
 from stages.draft import supported_targets
 from stages.hidden_states import reader
 from stages.target import manifest
 from stages.telemetry import fork_server
 from tests.conftest import ROOT, edit_params
+from tests.sampled_rows import sampled_row, write_sampled
 
 H = 32
 ROWS = {"train": 44, "eval": 9, "eval_t": 0}
@@ -53,19 +53,11 @@ def sampled_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (project / "data/sampled").mkdir(parents=True)
     rng = random.Random(0)
     for split, count in ROWS.items():
-        rows = [
-            {
-                "id": f"{split}.{n}", "source_row": n, "verdict": "ok", "temperature": 0.0, "top_p": None,
-                "prompt_ids": [rng.randrange(64) for _ in range(rng.randrange(1, 60))],
-                "answer_ids": [rng.randrange(64) for _ in range(rng.randrange(1, LONGEST - 60))],
-                "finish_reason": rng.choice(["stop", "length"]), "images": None,
-            }
-            for n in range(count)
-        ]  # fmt: skip
-        table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
-        conversations.write_table(
-            project / "data/sampled" / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
-        )
+        rows = []
+        for n in range(count):
+            prompt, answer = ([rng.randrange(64) for _ in range(rng.randrange(1, most))] for most in (60, LONGEST - 60))
+            rows.append(sampled_row(f"{split}.{n}", n, prompt, answer, finish_reason=rng.choice(["stop", "length"])))
+        write_sampled(split, rows, project)
     (project / "results").mkdir()
     return project
 

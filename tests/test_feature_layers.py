@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages import check_overfit, extract_hiddens, init_draft, replay_trees, time_trees, train_draft
-from stages.data import conversations
 from stages.draft import eagle3_checkpoint, supported_targets
 from stages.engine.decode import Engine
 from stages.hidden_states import format, reader
@@ -28,6 +27,7 @@ from stages.target import chat_template, feature_layers, manifest
 from tests.built_engines import build_engine
 from tests.conftest import ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
+from tests.sampled_rows import sampled_row, write_sampled
 
 V, H, LAYERS = 40, 16, 9
 EAGLE3, BLOCK = [2, 4, 6], [2, 3, 5, 6, 7]  # 2, n//2, n-3; after layers 1, 2, 4, 5, 6, as DFlash spreads five over nine
@@ -67,13 +67,8 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for n in range(count):
                 ids = torch.randint(3, V, (PROMPT,), generator=draw).tolist()
                 answer = [token for step in engine.decode_plain(ids, ANSWER - n) for token in step.tokens]
-                rows.append({
-                    "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
-                    "prompt_ids": ids, "answer_ids": answer, "finish_reason": "length", "images": None,
-                })  # fmt: skip
-            path = Path("data/sampled") / split / conversations.name_shard(0)
-            table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
-            conversations.write_table(path, table, conversations.SAMPLED_SCHEMA)
+                rows.append(sampled_row(f"{split}{n}.0", n, ids, answer))
+            write_sampled(split, rows)
         Path("results").mkdir()
     return project
 

@@ -29,7 +29,6 @@ from stages import (
     train_draft,
 )
 from stages.cells.cell import Cell
-from stages.data import conversations
 from stages.draft import supported_targets
 from stages.hidden_states import reader
 from stages.target import loading, manifest
@@ -39,6 +38,7 @@ from tests.conftest import EVAL, ROOT, edit_params
 from tests.engines.engine_double import FORK_VARIABLE
 from tests.opened.declared import undeclared
 from tests.opened.watch import opening
+from tests.sampled_rows import sampled_row, write_sampled
 from tests.target.multimodal_documents import DOCUMENTS, TAPPED, TOKEN, alone, document
 from tests.target.test_target_forward import H, save_random_model
 from tests.test_extract_hiddens import files, run
@@ -118,10 +118,7 @@ def sampled_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 seen = eyes.load_patches([str(project / path) for path in row["images"]]) if row["images"] else None
                 decoding = build_engine(model, [5], TAPPED).decode_plain(row["prompt_ids"], ROOM, seen)
                 row["answer_ids"] = [token for step in decoding for token in step.tokens]
-        table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
-        conversations.write_table(
-            project / "data/sampled" / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
-        )
+        write_sampled(split, rows, project)
     return project
 
 
@@ -132,11 +129,8 @@ def one_row(project: Path, split: str, number: int, rng: random.Random) -> dict[
         draw(project / f"data/fixed/images/{split}-{number}-{i}.png", size, rng.randrange(10**6))
         for i, size in enumerate(shape[0])
     ]
-    return {
-        "id": f"{split}.{number}", "source_row": number, "verdict": "ok", "temperature": 0.0, "top_p": None,
-        "prompt_ids": ids.tolist(), "answer_ids": [rng.randrange(7, 80) for _ in range(rng.randrange(5, 14))],
-        "finish_reason": "stop", "images": paths or None,
-    }  # fmt: skip
+    answer = [rng.randrange(7, 80) for _ in range(rng.randrange(5, 14))]
+    return sampled_row(f"{split}.{number}", number, ids.tolist(), answer, finish_reason="stop", images=paths or None)
 
 
 def draw(path: Path, pieces: tuple[int, int], seed: int) -> str:

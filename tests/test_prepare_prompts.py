@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import prepare_prompts
-from stages.data import conversations
 from stages.prompts import prompt_sets, workload_prompts
 from tests import talking
 from tests.conftest import ROOT, edit_params
+from tests.sampled_rows import write_sampled
 from tests.talking import WORKLOADS
 
 RANDOM = {
@@ -49,8 +49,7 @@ def replace_split(rows: list[dict[str, Any]]) -> None:
     sampled = Path("data/sampled")
     if sampled.is_symlink():
         sampled.unlink()
-    table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
-    conversations.write_table(sampled / "eval" / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA)
+    write_sampled("eval", rows)
 
 
 def ids(rows: list[dict[str, Any]]) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stages.data import chat_formats
+from stages.data import chat_formats, chat_turns
 from stages.data.row_images import DroppedRowError
 
 ASK, SAY = "Weather in Bergen?", "Rain."
@@ -165,7 +165,7 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=5,
 )
-names = st.sampled_from([*chat_formats.ROLE_NAMES, "narrator", "\ud83d"])
+names = st.sampled_from([*chat_turns.ROLE_NAMES, "narrator", "\ud83d"])
 turn = st.fixed_dictionaries(
     {},
     optional={

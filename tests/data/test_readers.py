@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stages.data import readers
+from stages.data import hub_datasets, readers
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -167,7 +167,7 @@ def test_a_stream_that_breaks_says_after_which_row(tmp_path: Path, monkeypatch: 
         yield from ({"prompt": "q", "answer": "a"} for _ in range(6000))
         raise ConnectionError("line cut")
 
-    monkeypatch.setattr(readers, "_check_data_files", lambda *arguments: None)
+    monkeypatch.setattr(hub_datasets, "_check_data_files", lambda *arguments: None)
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **k: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: datasets.IterableDataset.from_generator(rows))
     with pytest.raises(ValueError, match=r"to be had from the Hub after row 4096 \(ConnectionError: line cut\)"):
