@@ -326,15 +326,12 @@ def _read_csv(path: Path) -> Iterator[ArrowRows]:
 
 
 def _explain_undecodable(path: Path, error: UnicodeDecodeError) -> ValueError:
+    with _open_decompressed(path) as file:
+        advice = file_content.advise_on_undecodable(path, iter(lambda: file.read(CHUNK_BYTES), b""), error)
     return ValueError(
         f"{path}: expected UTF-8, found the byte 0x{error.object[error.start]:02x} ({error.reason}) in "
-        f"{file_content.describe_content(path)}; {_advise_on_undecodable(path, error)}"
+        f"{file_content.describe_content(path)}; {advice}"
     )
-
-
-def _advise_on_undecodable(path: Path, error: UnicodeDecodeError) -> str:
-    with _open_decompressed(path) as file:
-        return file_content.advise_on_undecodable(path, iter(lambda: file.read(CHUNK_BYTES), b""), error)
 
 
 def _read_json(path: Path) -> Iterator[list[bytes]] | Iterator[list[str]]:
@@ -356,11 +353,10 @@ def _read_json_elements(path: Path, key: str) -> Iterator[list[str]]:
                 if size >= CHUNK_BYTES:
                     yield rows
                     rows, size = [], 0
-    except (json_stream.JsonArrayError, UnicodeDecodeError) as error:
-        advice = "fix it, or write it as JSONL"
-        if isinstance(error, UnicodeDecodeError):
-            advice = _advise_on_undecodable(path, error)
-        raise ValueError(f"{path}: expected a JSON array of objects ({error}); {advice}") from None
+    except json_stream.JsonArrayError as error:
+        raise ValueError(f"{path}: expected a JSON array of objects ({error}); fix it, or write it as JSONL") from None
+    except UnicodeDecodeError as error:
+        raise _explain_undecodable(path, error) from None
     if rows:
         yield rows
 
