@@ -1,6 +1,6 @@
 """Bring the whole graph up to date, or list what is stale, each as lines to print.
 
-DVC and pydantic are imported by the commands that need them: `aerie --help` and `aerie table` take 0.1 s.
+With nothing to do the answer takes no DVC: everything but pipeline/freshness.py is imported where there is something.
 """
 
 import contextlib
@@ -14,10 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline import freshness
+
 if TYPE_CHECKING:
     from stages.params.schema import Params
 
 TABLE_FILE = Path("results/report/table.txt")  # by the report stage
+VALID_PARAMS_FILE = Path(".scratch/valid_params.json")
+# What the check of params.yaml depends on, besides data; stages.params has the first as PARAMS_FILE, and pydantic, 0.2 s.
+CHECKED_PATHS = ("params.yaml", "stages/params")
 MAX_SHOWN_CHANGES = 3  # of one line; Prefect's pages have all of them
 PROCESS_ID = re.compile(r"\(PID (\d+)\)")  # in DVC's message on a locked file
 NOTHING_STALE = "nothing is stale"
@@ -59,6 +64,10 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         ValueError: params.yaml is not valid, dvc.yaml cannot be read, or dvc.lock cannot be repaired.
         StageError: a stage failed.
     """
+    if _is_known_fresh():
+        yield NOTHING_STALE
+        yield from _read_results()
+        return
     from pipeline import dvc_graph, processes, workspaces  # 0.2 s
     from stages.params import checks
     from stages.params.cell_trees import describe_left_out
@@ -74,10 +83,18 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         if reasons:
             with processes.guard_run(held_files), processes.preload_stages(len(reasons)):
                 dvc_graph.run_all_stages(stages, verbose=verbose)
-        if TABLE_FILE.exists() and not (verbose and reasons):  # the report stage has printed it
-            yield from ["", *read_table()]
+        if not (verbose and reasons):  # the report stage has printed it
+            yield from _read_results()
         if reasons:
             yield from ["", *_choose_next_steps(params)]
+            dvc_graph.explain_stale()  # seconds, here instead of in the next run, which then takes none
+
+
+def _is_known_fresh() -> bool:
+    """Return whether nothing has changed since params.yaml was found valid and every stage up to date."""
+    known = freshness.read_known(VALID_PARAMS_FILE)
+    is_valid = known is not None and known["look"] == freshness.digest_paths(CHECKED_PATHS)
+    return is_valid and freshness.read_fresh_stages() is not None
 
 
 def _choose_next_steps(params: "Params") -> list[str]:
@@ -113,10 +130,12 @@ def check_run_params() -> "Params":
     from pipeline import target_checks
     from stages.params import checks, schema  # 0.2 s
 
+    digest = freshness.digest_paths(CHECKED_PATHS)
     params = schema.load_params()
     checks.check_params(params)
     target_checks.check_target_config(params)
     target_checks.check_mask_tokens(params)
+    freshness.write_known(VALID_PARAMS_FILE, {"look": digest})
     return params
 
 
@@ -125,12 +144,18 @@ def _warn_of_disk(params: "Params") -> Iterator[str]:
     if params.target.model.startswith("builtin/"):
         return
     from pipeline import preflight, reproduce
-    from stages.params.section import PARAMS_FILE
 
     with contextlib.suppress(ValueError):  # nothing is recorded of the target's shape
-        finding = preflight.check_disk(reproduce.estimate_params(None, PARAMS_FILE).disk_bytes)
+        finding = preflight.check_disk(reproduce.estimate_params(None, Path(CHECKED_PATHS[0])).disk_bytes)
         if finding.ok is False:
             yield f"{finding.subject}: {finding.found}; {finding.advice}"
+
+
+def _read_results() -> Iterator[str]:
+    """Yield the table of the results; nothing where a graph has none."""
+    if TABLE_FILE.exists():
+        yield ""
+        yield from read_table()
 
 
 def read_table() -> Iterator[str]:
@@ -164,7 +189,8 @@ def list_stale() -> Iterator[str]:
     from stages.params.cell_trees import describe_left_out
 
     _check_no_run()
-    yield from describe_left_out(check_run_params().list_left_out_trees())
+    if not _is_known_fresh():
+        yield from describe_left_out(check_run_params().list_left_out_trees())
     reasons = _ask_stale()
     yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})
     if reasons:

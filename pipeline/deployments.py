@@ -1,6 +1,5 @@
 """The deployments of prefect.yaml on the server of `make ui`: their forms, and that for workers of other hosts."""
 
-import hashlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect.workers.process import ProcessWorker
 from ruamel.yaml import YAML
 
+from pipeline import freshness
 from pipeline.remote import prefect_worker
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.schema import load_params
@@ -79,8 +79,7 @@ def remove_idle_pool() -> None:
 
 def digest_names() -> str:
     """Return a digest of the files from which the forms take the names that they offer."""
-    files = [PARAMS_FILE, *sorted(RECIPES_FOLDER.glob("*.yaml"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
+    return freshness.digest_paths([str(PARAMS_FILE), str(RECIPES_FOLDER)])
 
 
 def update_forms(flows: dict[str, Flow[Any, Any]]) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from pipeline import dvc_internals
+from pipeline import dvc_internals, freshness
 from pipeline.checked_dvc import change_dvc
 from pipeline.dvc_internals import mend_lock_list
 from pipeline.dvc_output import OUTCOME_LINES, PROGRESS_PATTERN, DvcOutput, Outcome, find_error
@@ -54,6 +54,8 @@ def list_stages(root: Path | None = None) -> dict[str, list[str]]:
     Raises:
         ValueError: dvc.yaml or params.yaml cannot be read; the message names the line.
     """
+    if root is None and (known := freshness.read_fresh_stages()) is not None:
+        return known
     with open_repo(root) as repo:
         return _sort_stages(repo)
 
@@ -125,7 +127,8 @@ def _get_stage_name(stage: Any) -> str:
 def explain_stale(names: list[str] | None = None) -> dict[str, list[str]]:
     """Return the stages of `names`, or of all, that are not up to date, each with what changed.
 
-    DVC does not look at what another process works on: then every stage asked about may be stale.
+    Takes 0.3 s where a DVC process takes 1 s, and almost nothing if no file has changed since all stages were up to date
+    (pipeline/freshness.py). DVC does not look at what another process works on: then every stage asked about may be stale.
     Raises ValueError as `list_stages`.
     """
     try:
@@ -137,7 +140,11 @@ def explain_stale(names: list[str] | None = None) -> dict[str, list[str]]:
 
 def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
     """Return what `explain_stale` does. Raises BusyError where another process works on what is asked about."""
+    if names is None and freshness.read_fresh_stages() is not None:
+        return {}
     with open_repo() as repo:
+        paths = _list_watched_paths(repo) if names is None else []
+        digest = freshness.digest_paths(paths)
         found = {name.rpartition(":")[2]: changes for name, changes in repo.status(targets=names).items()}
         new = {_get_stage_name(stage) for stage in repo.index.stages if not any(dep.hash_info for dep in stage.deps)}
         recorded, stages = _list_recorded_inputs(repo), _sort_stages(repo)
@@ -161,6 +168,8 @@ def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
         reasons = {name: lines for name, lines in reasons.items() if lines}
         for name in list(_list_restorable(repo, list(reasons), texts)):
             reasons[name].insert(0, RESTORED)
+        if paths and not reasons:
+            freshness.remember_fresh(paths, digest, stages)
     return reasons
 
 
@@ -224,6 +233,18 @@ def _explain_inputs(repo: Any, oid: str, text: str) -> list[str]:
     return stage_inputs.list_differences(old, json.loads(text))
 
 
+def _list_watched_paths(repo: Any) -> list[str]:
+    """Return every path on which the stages' being up to date depends, or [] if some of it is not on this machine."""
+    deps_and_outs = [entry for stage in repo.index.stages for entry in (*stage.deps, *stage.outs)]
+    if any(entry.protocol != "local" for entry in deps_and_outs):
+        return []
+    files = {stage.path_in_repo for stage in repo.index.stages} | {str(LOCK_FILE), ".dvcignore"}
+    files |= {f"{repo.DVC_DIR}/{name}" for name in ("config", "config.local")}
+    if _list_recorded_inputs(repo):
+        files |= set(map(str, stage_inputs.list_sources(schema.load_params(edited=True))))
+    return [*files, *{os.path.relpath(entry.fs_path) for entry in deps_and_outs}]
+
+
 def _format_changes(found: list[Any]) -> Iterator[str]:
     """Yield DVC's status of a stage's data and command in words: `data/raw/rows.jsonl modified`."""
     for entry in found:
@@ -270,7 +291,8 @@ def repair_lock() -> str | None:
     Raises:
         ValueError: it holds the conflicts of a merge, which a person must resolve.
     """
-    if _read_broken_lock() is None:
+    # Parsing the file takes a second with 200 cells.
+    if freshness.read_fresh_stages() is not None or _read_broken_lock() is None:
         return None
     with open_repo():
         text = _read_broken_lock()  # again: another DVC may have been writing it

@@ -109,7 +109,7 @@ LONG = [
     "test_benchmark_loads", "test_decode", "test_printed_taus", "test_reproduce", "test_replay",
     "test_sample_pictures", "test_replay_blocks", "test_import_block_drafts", "test_in_a_browser",
     "test_workspaces", "test_costs", "test_values", "test_page", "test_benchmark", "test_check_overfit",
-    "test_sharing", "test_pictured_stages", "test_full_disk", "test_names_and_shells", "test_stale", "test_format",
+    "test_sharing", "test_pictured_stages", "test_full_disk", "test_names_and_shells", "test_freshness", "test_format",
     "test_multimodal_forward", "test_feature_layers", "test_target_forward", "test_block_stages",
     "test_verdicts",
 ]  # fmt: skip

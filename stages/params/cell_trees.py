@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
-from stages.params.families import DraftKind
+from stages.params.engines import SERVED
+from stages.params.families import SHAPES, DraftKind
 from stages.params.tree_shape import parse_shape
 
 
@@ -47,30 +48,22 @@ def check_cell_trees(torch: Benchmark, served: BenchmarkServed, drafts: Mapping[
         ("benchmark", torch.checkpoints, torch.trees),
         ("benchmark_served", served.checkpoints, served.trees),
     ):
-        reasons = {(left.checkpoint, left.tree): left.reason for left in left_out if left.section == section}
-        idle = [name for name in names if trees and all((name, tree) in reasons for tree in trees)]
+        pairs = {(left.checkpoint, left.tree) for left in left_out if left.section == section}
+        idle = [name for name in names if trees and all((name, tree) in pairs for tree in trees)]
         if idle:
             raise ValueError(
                 f"{section}.trees has {', '.join(trees)}, of which none runs with {', '.join(idle)}; expected one for each of "
-                f"{section}.checkpoints: {_join_reasons(reasons, idle, trees)}"
+                f"{section}.checkpoints, which take {_describe_drafts(idle, section, served, drafts)}"
             )
         may_be_published = section == "benchmark_served" and any(
             name not in drafts or not drafts[name].family.is_block for name in names
         )
-        unused = [tree for tree in trees if names and all((name, tree) in reasons for name in names)]
+        unused = [tree for tree in trees if names and all((name, tree) in pairs for name in names)]
         if unused and not may_be_published:
             raise ValueError(
-                f"{section}.trees: {', '.join(unused)} can't run with any of {section}.checkpoints: "
-                f"{_join_reasons(reasons, names, unused)}; take it out"
+                f"{section}.trees: {', '.join(unused)} can't run with any of {section}.checkpoints, which take "
+                f"{_describe_drafts(names, section, served, drafts)}; take it out"
             )
-
-
-def _join_reasons(reasons: Mapping[tuple[str, str], str], names: Iterable[str], trees: list[str]) -> str:
-    """Return why these trees don't run with each checkpoint, each reason once."""
-    return "; ".join(
-        f"with {name} {', '.join(dict.fromkeys(reasons[name, tree] for tree in trees))}"
-        for name in dict.fromkeys(names)
-    )
 
 
 def describe_left_out(trees: Iterable[LeftOutTree]) -> list[str]:
@@ -82,3 +75,26 @@ def describe_left_out(trees: Iterable[LeftOutTree]) -> list[str]:
         f"left out of {section}: {tree} with {', '.join(names)}: {reason}"
         for (section, tree, reason), names in groups.items()
     ]
+
+
+def _describe_drafts(
+    names: Iterable[str], section: str, served: BenchmarkServed, drafts: Mapping[str, DraftKind]
+) -> str:
+    """Return each checkpoint with the trees that run with it, in words."""
+    found = []
+    for name in names:
+        draft = drafts.get(name, DraftKind())
+        if section == "benchmark_served" and (whole := draft.whole_block):
+            takes = f"{whole.name} alone"
+        elif section == "benchmark_served":
+            takes = SERVED[served.engine].runs
+        else:
+            limits = [
+                f"{key} of at most {most}"
+                for key, most in (("num_steps", draft.depth), ("topk", draft.most_topk))
+                if most
+            ]
+            kinds = [SHAPES[letter] for letter in draft.family.shapes]
+            takes = " and ".join(limits if draft.family.is_block else [*kinds, *limits])
+        found.append(f"{name} {takes}")
+    return ", ".join(found)

@@ -296,7 +296,7 @@ def build_inputs(params: Params, instance: Instance, kept: KeptDigests, root: Pa
 
 def list_values(params: Params, instance: Instance) -> dict[str, Any]:
     """Return the values on which an instance depends by their keys: `train_draft.seed`."""
-    declared, values = DECLARED[instance.stage], params.model_dump(mode="json", by_alias=True)
+    declared, values = DECLARED[instance.stage], _dump(params)
     free = _fill_keys(params, instance, declared.free)
     found: dict[str, Any] = {}
     for key in _fill_keys(params, instance, declared.keys):
@@ -307,10 +307,14 @@ def list_values(params: Params, instance: Instance) -> dict[str, Any]:
 
 def _list_named(params: Params, instance: Instance) -> Iterator[tuple[str, Path]]:
     """Yield the keys of an instance that name files or folders, with these; of a list each under a number."""
-    values = params.model_dump(mode="json", by_alias=True)
+    values = _dump(params)
     for key in _fill_keys(params, instance, DECLARED[instance.stage].paths):
         found = list(_list_paths(key, _get_value(values, key)))
         yield from ((f"{key}.{number}" if len(found) > 1 else key, path) for number, path in enumerate(found))
+
+
+def _dump(params: Params) -> dict[str, Any]:
+    return params.model_dump(mode="json", by_alias=True)
 
 
 def list_sources(params: Params) -> set[Path]:

@@ -1,4 +1,4 @@
-"""`aerie stale`, and what `aerie table` and `aerie launch` say of results of an earlier state: what DVC itself finds."""
+"""pipeline/freshness.py: quick only where DVC itself would find nothing; any change of a file, and DVC is asked."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import dvc_graph, workspaces
+from pipeline import dvc_graph, freshness, workspaces
 from pipeline.commands import describe_outdated
 from tests.conftest import ROOT
 from tests.pipeline.conftest import Project, give_params, make_project, run_dvc_cli
@@ -38,7 +38,7 @@ def finished_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fresh_project(finished_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """A copy of it, all up to date."""
+    """A copy of it, all up to date, and known to be."""
     monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
     project = Project(tmp_path / "project")
     shutil.copytree(finished_project, project.root)
@@ -58,6 +58,18 @@ def stale_by_dvc() -> set[str]:
     return set(json.loads(run_dvc_cli("status", "--json")))
 
 
+def test_without_a_change_dvc_is_not_imported(fresh_project: Project) -> None:
+    (fresh_project.root / "more/__pycache__/one.pyc").write_text("written by an import")
+    code = (
+        "import sys; from pipeline import dvc_graph as g; print(g.explain_stale(), list(g.list_stages()), g.repair_lock()); "
+        "sys.exit('dvc' in sys.modules)"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}
+    completed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (completed.returncode, completed.stdout) == (0, "{} ['first', 'middle', 'last'] None\n"), completed.stderr
+    assert stale_by_dvc() == set()
+
+
 CHANGES: dict[str, Callable[[], object]] = {
     "a file, at the same length": lambda: Path("raw.csv").write_text(Path("raw.csv").read_text().replace("2", "3")),
     "another file in a folder": lambda: Path("more/two.txt").write_text("two"),
@@ -72,12 +84,22 @@ CHANGES: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_stale_is_what_dvc_finds(fresh_project: Project, change: str) -> None:
+def test_after_any_change_dvc_is_asked(fresh_project: Project, change: str) -> None:
     CHANGES[change]()
     stale = dvc_graph.explain_stale()
     assert stale and set(stale) == stale_by_dvc()
     run_dvc_cli("repro")
-    assert dvc_graph.explain_stale() == {} and stale_by_dvc() == set()
+    assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages() and stale_by_dvc() == set()
+
+
+def test_the_record_is_of_one_version_of_dvc_and_a_broken_one_is_ignored(
+    fresh_project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert freshness.read_fresh_stages()
+    monkeypatch.setattr(freshness, "version", lambda name: "0.0")
+    assert freshness.read_fresh_stages() is None
+    freshness.KNOWN_STATE_FILE.write_text("{")
+    assert freshness.read_fresh_stages() is None and dvc_graph.explain_stale() == {}
 
 
 def test_results_of_an_earlier_state_are_told(fresh_project: Project) -> None:
