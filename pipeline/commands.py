@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,54 +99,27 @@ def _is_known_fresh() -> bool:
 
 
 def _choose_next_steps(params: "Params") -> list[str]:
-    """Return the lines at the end of a run of these parameters."""
+    """Return the lines at the end of a run. The line on own data or an own target is left out where they are the user's."""
+    has_own_data = params.fix_data.raw not in EMBEDDED_DATA
+    has_own_target = not params.target.model.startswith("builtin/")
+    served = params.benchmark_served
+    served_trees = served.trees if served.workloads else []
+    serving = [SERVED_TARGET] if not served_trees else [] if params.serving_costs.workloads else [SERVING_COSTS]
     segments = params.train_draft.checkpoints.values()
     chains = {chain for segment in segments if (chain := segment.draft.whole_block)}
-    served = params.benchmark_served
-    return list_next_steps(
-        params.fix_data.raw,
-        params.target.model,
-        [chain.name for chain in sorted(chains, key=lambda chain: chain.num_steps)],
-        served.trees if served.workloads else [],
-        bool(params.serving_costs.workloads),
+    unserved = [chain.name for chain in sorted(chains, key=lambda chain: chain.num_steps)]
+    unserved = [name for name in unserved if name not in served_trees]
+    own_blocks = (
+        f"  block drafts   benchmark_served.trees: [{', '.join(unserved)}], all that engines run of them: docs/trees.md"
     )
-
-
-def list_next_steps(
-    raw: str,
-    model: str,
-    block_chains: Sequence[str] = (),
-    served_trees: Sequence[str] = (),
-    has_serving_costs: bool = False,
-) -> list[str]:
-    """Return the lines at the end of a run. The line on own data or an own target is left out where they are the user's.
-
-    Args:
-        raw: fix_data.raw.
-        model: target.model.
-        block_chains: the trees of the whole blocks that were trained; none without block drafts.
-        served_trees: the trees of served cells; none where nothing was served.
-        has_serving_costs: whether the cycles of a server were timed.
-    """
-    has_own_data, has_own_target = raw not in EMBEDDED_DATA, not model.startswith("builtin/")
-    serving = [SERVED_TARGET] if not served_trees else [] if has_serving_costs else [SERVING_COSTS]
-    unserved = [tree for tree in block_chains if tree not in served_trees]
+    blocks = [own_blocks if has_own_target else BLOCK_DRAFTS_OF_YOUR_TARGET]
     return [
         WHAT_NEXT,
         MORE_DATA if has_own_data else YOUR_DATA,
         *(serving if has_own_target else [YOUR_TARGET]),
-        *(_advise_block_drafts(unserved, has_own_target) if unserved else []),
-        OTHER_TREES if has_own_data or has_own_target else A_RECIPE if block_chains else BLOCK_RECIPE,
+        *(blocks if unserved else []),
+        OTHER_TREES if has_own_data or has_own_target else A_RECIPE if chains else BLOCK_RECIPE,
         *ALWAYS_NEXT,
-    ]
-
-
-def _advise_block_drafts(chains: Sequence[str], has_own_target: bool) -> list[str]:
-    """Return the line on block drafts that were not served: by the chain of the whole block."""
-    if not has_own_target:
-        return [BLOCK_DRAFTS_OF_YOUR_TARGET]
-    return [
-        f"  block drafts   benchmark_served.trees: [{', '.join(chains)}], all that engines run of them: docs/trees.md"
     ]
 
 

@@ -1,7 +1,7 @@
 """The private functions of DVC that aerie calls: for entries of its run-cache, one stage at a time; for the file of its locks.
 
 DVC's public commands (`dvc push --run-cache`, `dvc pull --run-cache`) transfer every entry of the cache each time, a file for
-each run of each stage, and `StageCache.restore` writes into the workspace. tests/pipeline/test_dvc_internals.py fails where a
+each run of each stage, and `StageCache.restore` writes into the workspace. tests/pipeline/test_dvc_remote.py fails where a
 version of DVC has changed one of these functions.
 """
 

@@ -79,29 +79,19 @@ async def _answer(send: Send, status: int, body: bytes, headers: Headers = TEXT_
     await send({"type": "http.response.body", "body": body})
 
 
-def build_app(port: int, secret: str) -> ASGIApp:
-    """Return Prefect's app, and this folder's reports, behind both checks.
-
-    The checks wrap the app and are not added to it, since Prefect's services call the same app in memory, under a host
-    name of their own.
-    """
-    from prefect.server.api.server import create_app
-
-    # A preflight of a foreign origin is answered by OwnPages; Prefect's CORS has the same list (pipeline/serve.py).
-    app = ReportPages(create_app(final=True), secret, Path.cwd())
-    guarded = OwnPages(app, list_origins(port))
-    return TrustedHostMiddleware(guarded, allowed_hosts=HOST_NAMES, www_redirect=False)
-
-
 def main() -> None:
     port = int(sys.argv[1])
     gc.disable()  # what is imported stays; looking through it again and again takes a sixth of the time
+    from prefect.server.api.server import create_app
     from prefect.settings import get_current_settings
 
     settings = get_current_settings().server
     if settings.api.auth_string is None:
         sys.exit("aerie: PREFECT_SERVER_API_AUTH_STRING is not set; `make ui` sets it")
-    app = build_app(port, settings.api.auth_string.get_secret_value())
+    # Both checks wrap the app and are not added to it, since Prefect's services call the same app in memory, under a host name
+    # of their own. A preflight of a foreign origin is answered by OwnPages; Prefect's CORS has the same list (pipeline/serve.py).
+    reports = ReportPages(create_app(final=True), settings.api.auth_string.get_secret_value(), Path.cwd())
+    app = TrustedHostMiddleware(OwnPages(reports, list_origins(port)), allowed_hosts=HOST_NAMES, www_redirect=False)
     gc.enable()
     gc.freeze()
     uvicorn.run(

@@ -19,12 +19,7 @@ ENGINE_LINES = ("Task run failed with ", "Finished in state ")
 def hide_engine_lines() -> None:
     """Keep the lines of Prefect's engines that repeat states out of the logs of runs."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(is_ours)
-
-
-def is_ours(record: logging.LogRecord) -> bool:
-    """Return whether the record begins with none of ENGINE_LINES."""
-    return not str(record.msg).startswith(ENGINE_LINES)
+        logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(ENGINE_LINES))
 
 
 class ProgressLog:

@@ -53,9 +53,10 @@ def run_stages(
     try:
         while waiting or running:
             ready = [name for name in waiting if all(need in ended for need in graph.upstream[name])]
-            explained |= _explain_stages(
-                graph, [name for name in ready if name not in explained], reasons, ended, explain
-            )
+            new = {name: [ended[need] for need in graph.upstream[name]] for name in ready if name not in explained}
+            again = [name for name, changed in new.items() if None not in changed and any(changed)]
+            latest = {**reasons, **{name: [] for name in again}, **(explain(again) if again else {})}
+            explained |= {name: [] if None in changed else latest.get(name, []) for name, changed in new.items()}
             for name in sorted(ready, key=get_rank):
                 if get_rank(name) == 2 and any(other not in graph.remote for other, _ in running.values()):
                     break
@@ -73,20 +74,3 @@ def run_stages(
                 ended[name] = get_changed(name)
     finally:
         pool.release_gate()
-
-
-def _explain_stages(
-    graph: StageGraph,
-    new: list[str],
-    reasons: dict[str, StaleReasons],
-    ended: dict[str, bool | None],
-    explain: Callable[[list[str]], dict[str, StaleReasons]],
-) -> dict[str, StaleReasons]:
-    """Return why each stage of `new` runs, explained again if an upstream stage has changed something; [] below a failure."""
-    upstream_changed = {name: [ended[need] for need in graph.upstream[name]] for name in new}
-    explained_again = [name for name in new if None not in upstream_changed[name] and any(upstream_changed[name])]
-    latest = explain(explained_again) if explained_again else {}
-    return {
-        name: [] if None in upstream_changed[name] else (latest if name in explained_again else reasons).get(name, [])
-        for name in new
-    }

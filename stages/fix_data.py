@@ -29,7 +29,7 @@ import polars as pl
 
 from stages.data import chat_formats, conversations, near_duplicates, readers, row_cleaning, train_eval_split
 from stages.data.conversations import describe_origin
-from stages.data.readers import HubRecord
+from stages.data.hub_datasets import HubRecord
 from stages.data.row_cleaning import (
     IMAGES_FOLDER,
     WAITING_FOLDER,

@@ -32,6 +32,7 @@ from stages.target import (
     loading,
     manifest,
     quantisation,
+    template_facts,
 )
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
@@ -50,7 +51,7 @@ def main() -> None:
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
         tokenizer = _load_tokenizer(p, target, folder)
         target = _fix_date(target, tokenizer)
-        target = replace(target, template=chat_template.probe_template(tokenizer))
+        target = replace(target, template=template_facts.probe_template(tokenizer))
         target = replace(target, eos_token_ids=_unite_end_tokens(target, tokenizer))
         supported_targets.check_chat_template(p, tokenizer, target)
         mask_tokens = named_mask_tokens.check_mask_tokens(p, tokenizer, target)
@@ -247,14 +248,14 @@ def _fix_date(target: TargetManifest, tokenizer: Any) -> TargetManifest:
 
     DVC removes target.json before a rerun, so the date is kept in .scratch too. The tokenizer gets the template of that date.
     """
-    if not chat_template.reads_date(tokenizer.chat_template):
+    if not template_facts.reads_date(tokenizer.chat_template):
         return target
     kept, facts = scratch.SCRATCH_FOLDER / "template_dates.json", [target.config_digest, target.tokenizer_digest]
     key = scratch.digest_values(target.model, target.weights_digest, tokenizer.chat_template, *facts)
     dates = atomic.read_json(kept, "prepare_target") if kept.exists() else {}
     day = datetime.date.fromisoformat(dates.setdefault(key, datetime.date.today().isoformat()))
     atomic.write_json(kept, dates)
-    tokenizer.chat_template = chat_template.fix_date(tokenizer.chat_template, day)
+    tokenizer.chat_template = template_facts.fix_date(tokenizer.chat_template, day)
     return replace(target, date=day.isoformat(), chat_template=tokenizer.chat_template)
 
 

@@ -109,7 +109,6 @@ class Row:
 
 PUBLISHED = {"theirs": {"model": "a/draft", "revision": None, "rope_theta": None}}
 E012 = {"e012": {"from": "e009", "epochs": 3}}
-HEADS = {"heads": {"from": "e000", "epochs": 3, "method": "medusa", "heads": 4}}
 BLOCK = {
     "dspark9": {
         "from": "e000", "epochs": 9, "method": "dspark", "layers": 2, "block_size": 8, "anchors": 64, "markov_rank": 32,
@@ -144,11 +143,6 @@ RERUNS = [
         back="report",
     ),
     Row(
-        "Medusa's heads: in train_draft.checkpoints and benchmark.checkpoints, a shape of theirs in benchmark.trees",
-        sets(train_draft={"checkpoints": HEADS}, benchmark={"checkpoints": adds("heads"), "trees": adds("s4_16")}),
-        "check_overfit@* train_draft@heads benchmark@*-heads-* benchmark@*-s4_16 report",
-    ),
-    Row(
         "a block draft: in train_draft.checkpoints and replay_trees.checkpoints",
         sets(train_draft={"checkpoints": BLOCK}, replay_trees={"checkpoints": adds("dspark9")}),
         "check_overfit@* train_draft@dspark9 replay_trees@dspark9 report",
@@ -176,10 +170,6 @@ RERUNS = [
         back="",
     ),
     Row("replay_trees.topk: another one", sets(replay_trees={"topk": adds(7)}), "replay_trees@* report"),
-    Row(
-        "replay_trees.trace_trees: another one", sets(replay_trees={"trace_trees": ["t2_2_4"]}), "replay_trees@* report"
-    ),
-    Row("time_trees.topk: another one", sets(time_trees={"topk": adds(7)}), "time_trees@* report"),
     Row("time_trees.checkpoints: add e009", sets(time_trees={"checkpoints": adds("e009")}), "time_trees@e009 report"),
     Row(
         "benchmark.workloads: more prompts",
@@ -200,11 +190,6 @@ RERUNS = [
     Row("data/prompt_sets/gsm8k.jsonl: a row, where no workload has it", comments("data/prompt_sets/gsm8k.jsonl"), ""),
     Row("sample_target.thinking", sets(sample_target={"thinking": True}), "* -fix_data -prepare_target"),
     Row("report.title", sets(report={"title": "another"}), "report", back=""),
-    Row(
-        "sample_target.temperature",
-        sets(sample_target={"temperature": lambda old: old + 0.1}),
-        "* -fix_data -prepare_target",
-    ),
     Row("extract_hiddens.processes", sets(extract_hiddens={"processes": 8}), ""),
     Row(
         "extract_hiddens.dtype",
@@ -213,9 +198,7 @@ RERUNS = [
     ),
     Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
     Row("data/tables/weather.yaml", comments("data/tables/weather.yaml"), "* -prepare_target"),
-    Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
     Row("other weights in the local folder target.model", replaces_weights, "* -fix_data"),
-    Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
     Row("fix_data.raw: another row", adds_row, "* -prepare_target"),
     Row("fix_data.raw: a dataset of the hub", names_a_dataset, "* -prepare_target"),
     Row("a comment, a docstring, a blank line in every file of stages/", remarks_everywhere, ""),
@@ -233,11 +216,6 @@ RERUNS = [
         "check_overfit@* train_draft@dflash9 benchmark_served@*-dflash9-* report",
     ),
     Row(
-        "stages/engine/kernels_triton.py: a constant of a kernel",
-        edits("stages/engine/kernels_triton.py"),
-        "* -fix_data -prepare_target",
-    ),
-    Row(
         "benchmark_served.trees: add t8_2_16",
         sets(benchmark_served={"trees": adds("t8_2_16")}),
         "benchmark_served@*-t8_2_16 report",
@@ -248,5 +226,4 @@ RERUNS = [
         "benchmark_served@* benchmark_served_baseline@* report",
     ),
     Row("stages/params/schema.py: another check", edits("stages/params/schema.py"), ""),
-    Row("README.md", comments("README.md"), ""),
 ]

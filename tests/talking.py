@@ -4,18 +4,17 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import torch
 from transformers import AutoConfig
 
 from stages import init_draft
-from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint, supported_targets
 from stages.params import schema
 from stages.prompts import prompt_sets
 from stages.target import manifest
 from stages.toy import text_targets
 from tests.conftest import EVAL, ROOT, edit_params
+from tests.sampled_rows import sampled_row, write_sampled
 
 SETS = ("mt_bench", "gsm8k", "humaneval", "alpaca", "math500")
 EVAL_ROWS = 12
@@ -53,10 +52,7 @@ def make(project: Path) -> None:
         config = init_draft.build_config_json(draft.config, layers, made)
         eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
         rows = [_eval_row(tokenizer, number, text) for number, text in enumerate(read_questions()[:EVAL_ROWS])]
-        table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
-        conversations.write_table(
-            Path("data/sampled/eval") / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
-        )
+        write_sampled("eval", rows)
 
 
 def read_questions() -> list[str]:
@@ -70,7 +66,4 @@ def read_questions() -> list[str]:
 
 def _eval_row(tokenizer: Any, number: int, text: str) -> dict[str, Any]:
     ids = tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
-    return {
-        "id": f"row{number}.0", "prompt_ids": ids, "answer_ids": [7, 8], "finish_reason": "length", "temperature": 0.0,
-        "top_p": None, "source_row": number, "verdict": "clean", "images": None,
-    }  # fmt: skip
+    return sampled_row(f"row{number}.0", number, ids, [7, 8])

@@ -9,13 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import polars as pl
 import pytest
 import torch
 from torch import Tensor
 
 from stages import check_overfit, extract_hiddens, init_draft, train_draft
-from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint, supported_targets
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import slot_pool
@@ -29,6 +27,7 @@ from stages.training.optimizer import MasterWeightOptimizer
 from tests.built_engines import build_engine
 from tests.conftest import ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
+from tests.sampled_rows import sampled_row, write_sampled
 
 PROMPT, ANSWER, STEPS, V = 9, 40, 4, 40
 REPORT = Path("results/train/e000.overfit.json")
@@ -62,14 +61,8 @@ def overfit_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             for n in range(count):
                 ids = torch.randint(3, V, (PROMPT,), generator=draw).tolist()
                 output = [token for step in engine.decode_plain(ids, ANSWER + n) for token in step.tokens]
-                rows.append({
-                    "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
-                    "prompt_ids": ids, "answer_ids": output, "finish_reason": "length", "images": None,
-                })  # fmt: skip
-            path = Path("data/sampled") / split / conversations.name_shard(0)
-            conversations.write_table(
-                path, pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA), conversations.SAMPLED_SCHEMA
-            )
+                rows.append(sampled_row(f"{split}{n}.0", n, ids, output))
+            write_sampled(split, rows)
         Path("results").mkdir()
         extract_hiddens.main()
         init_draft.main()

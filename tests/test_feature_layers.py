@@ -18,16 +18,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages import check_overfit, extract_hiddens, init_draft, replay_trees, time_trees, train_draft
-from stages.data import conversations
 from stages.draft import eagle3_checkpoint, supported_targets
 from stages.engine.decode import Engine
 from stages.hidden_states import format, reader
-from stages.params import checks, schema
+from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.target import chat_template, feature_layers, manifest
 from tests.built_engines import build_engine
 from tests.conftest import ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
+from tests.sampled_rows import sampled_row, write_sampled
 
 V, H, LAYERS = 40, 16, 9
 EAGLE3, BLOCK = [2, 4, 6], [2, 3, 5, 6, 7]  # 2, n//2, n-3; after layers 1, 2, 4, 5, 6, as DFlash spreads five over nine
@@ -67,13 +67,8 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for n in range(count):
                 ids = torch.randint(3, V, (PROMPT,), generator=draw).tolist()
                 answer = [token for step in engine.decode_plain(ids, ANSWER - n) for token in step.tokens]
-                rows.append({
-                    "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
-                    "prompt_ids": ids, "answer_ids": answer, "finish_reason": "length", "images": None,
-                })  # fmt: skip
-            path = Path("data/sampled") / split / conversations.name_shard(0)
-            table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
-            conversations.write_table(path, table, conversations.SAMPLED_SCHEMA)
+                rows.append(sampled_row(f"{split}{n}.0", n, ids, answer))
+            write_sampled(split, rows)
         Path("results").mkdir()
     return project
 
@@ -243,36 +238,6 @@ def test_a_live_engine_proposes_the_same(projects: dict[str, Path]) -> None:
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
-
-
-def refuse(project: Path, stored: list[int] | None, read: list[int] | None, message: str, **init: Any) -> None:
-    """prepare_target's check and init_draft, which runs after an edit of its section alone, say the same."""
-    made = describe(project, stored)
-    edit_params(project, {"init_draft": {"feature_layers": read, **init}})
-    with chdir(project):
-        p = schema.load_params()
-        default = feature_layers.default_eagle3_feature_layers(made.num_layers)
-        with pytest.raises(ValueError, match=message):
-            checks.check_feature_layers(p, made.feature_layers, default)
-        with pytest.raises(ValueError, match=message):
-            init_draft.infer_config(p, made)
-
-
-@pytest.mark.parametrize(
-    ("stored", "read", "message"),
-    [
-        (BLOCK, None, (r"feature_layers is null, which means EAGLE-3's \[2, 4, 6\], expected three of target\.feature_layers "
-                       r"\[2, 3, 5, 6, 7\]: add 4 to target\.feature_layers \(\[2, 3, 4, 5, 6, 7\]\), or name three of these")),
-        (UNION, [1, 4, 8], r"feature_layers is \[1, 4, 8\], expected three of .*: add 1, 8 to target\.feature_layers"),
-        (None, [2, 4, 7], r"feature_layers is \[2, 4, 7\], expected three of target\.feature_layers \[2, 4, 6\]: add 7 to"),
-        ([4], None, r"add 2, 6 to target\.feature_layers \(\[2, 4, 6\]\)"),
-    ],
-    ids=["EAGLE-3's not among a block draft's", "named ones", "beside the default", "one"],
-)  # fmt: skip
-def test_layers_that_are_not_stored_are_refused(
-    sampled: Path, tmp_path: Path, stored: list[int] | None, read: list[int] | None, message: str
-) -> None:
-    refuse(copied(sampled, tmp_path / "project"), stored, read, message)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,12 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
 import torch
 from torch.nn import functional as F
 
 from stages import benchmark, extract_hiddens, import_draft, init_draft, prepare_prompts, train_draft
 from stages.cells.table import TableLine
-from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint
 from stages.families import eagle, medusa
 from stages.families.family import get_files
@@ -23,6 +21,7 @@ from stages.params.families import FAMILIES
 from stages.target import manifest
 from stages.training import ttt
 from tests.conftest import edit_params
+from tests.sampled_rows import sampled_row, write_sampled
 from tests.talking import WORKLOADS
 from tests.torch_cells import read_line
 
@@ -76,19 +75,14 @@ def trained_project(shared_talking_project: Path, tmp_path_factory: pytest.TempP
         vocabulary = manifest.read_manifest().vocab_size
         draw = torch.Generator().manual_seed(0)
         for split, count in ROWS.items():
-            rows = [
-                {
-                    "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
-                    "prompt_ids": torch.randint(3, vocabulary, (9,), generator=draw).tolist(),
-                    "answer_ids": (torch.randint(3, 40, (20 + n,), generator=draw)).tolist(),
-                    "finish_reason": "length", "images": None,
-                }
-                for n in range(count)
-            ]  # fmt: skip
-            path = Path("data/sampled") / split / conversations.name_shard(0)
-            conversations.write_table(
-                path, pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA), conversations.SAMPLED_SCHEMA
-            )
+            rows = []
+            for n in range(count):
+                prompt, answer = (
+                    torch.randint(3, most, (length,), generator=draw).tolist()
+                    for most, length in ((vocabulary, 9), (40, 20 + n))
+                )
+                rows.append(sampled_row(f"{split}{n}.0", n, prompt, answer))
+            write_sampled(split, rows)
         Path("results").mkdir()
         extract_hiddens.main()
         init_draft.main()

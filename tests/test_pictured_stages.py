@@ -29,10 +29,8 @@ from stages import (
     train_draft,
 )
 from stages.cells.cell import Cell
-from stages.data import conversations
 from stages.draft import supported_targets
 from stages.hidden_states import reader
-from stages.params.schema import load_params
 from stages.target import loading, manifest
 from stages.target.vision import CachedImageProcessor
 from tests.built_engines import build_engine
@@ -40,9 +38,10 @@ from tests.conftest import EVAL, ROOT, edit_params
 from tests.engines.engine_double import FORK_VARIABLE
 from tests.opened.declared import undeclared
 from tests.opened.watch import opening
+from tests.sampled_rows import sampled_row, write_sampled
 from tests.target.multimodal_documents import DOCUMENTS, TAPPED, TOKEN, alone, document
 from tests.target.test_target_forward import H, save_random_model
-from tests.test_extract_hiddens import files, refused, run
+from tests.test_extract_hiddens import files, run
 from tests.torch_cells import read_line
 
 ROOM = 12
@@ -119,10 +118,7 @@ def sampled_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 seen = eyes.load_patches([str(project / path) for path in row["images"]]) if row["images"] else None
                 decoding = build_engine(model, [5], TAPPED).decode_plain(row["prompt_ids"], ROOM, seen)
                 row["answer_ids"] = [token for step in decoding for token in step.tokens]
-        table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
-        conversations.write_table(
-            project / "data/sampled" / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
-        )
+        write_sampled(split, rows, project)
     return project
 
 
@@ -133,11 +129,8 @@ def one_row(project: Path, split: str, number: int, rng: random.Random) -> dict[
         draw(project / f"data/fixed/images/{split}-{number}-{i}.png", size, rng.randrange(10**6))
         for i, size in enumerate(shape[0])
     ]
-    return {
-        "id": f"{split}.{number}", "source_row": number, "verdict": "ok", "temperature": 0.0, "top_p": None,
-        "prompt_ids": ids.tolist(), "answer_ids": [rng.randrange(7, 80) for _ in range(rng.randrange(5, 14))],
-        "finish_reason": "stop", "images": paths or None,
-    }  # fmt: skip
+    answer = [rng.randrange(7, 80) for _ in range(rng.randrange(5, 14))]
+    return sampled_row(f"{split}.{number}", number, ids.tolist(), answer, finish_reason="stop", images=paths or None)
 
 
 def draw(path: Path, pieces: tuple[int, int], seed: int) -> str:
@@ -232,43 +225,6 @@ def test_our_own_folder_is_imported(
     run(project, dtype=dtype, **{"import": None})
     assert files(project) == imported
     assert (imported == extracted_files) == (dtype == "float32")
-
-
-def test_a_target_that_sees_none_refuses_pictures(project: Path) -> None:
-    found = json.loads((project / "artifacts/target/target.json").read_text())
-    (project / "artifacts").unlink()
-    (project / "artifacts/target").mkdir(parents=True)
-    (project / "artifacts/target/target.json").write_text(json.dumps({**found, "image_token_id": None}))
-    assert "images, expected none for this target" in refused(project)
-
-
-def test_another_threshold_measures_nothing_again_and_retrains_nothing(
-    project: Path, sampled_project: Path, extracted_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: train_draft depended on the report, which holds the threshold, so an edit of it retrained every draft."""
-    monkeypatch.chdir(project)
-    (project / "data/hiddens").symlink_to(sampled_project / "data/hiddens")
-    init_draft.main()
-    check_overfit.main()
-    passed, report = Path("results/overfit_pass.json"), Path("results/train/e000.overfit.json")
-    before = passed.read_bytes()
-    assert set(json.loads(before)) == {"passed", "row", "draft"}
-    with monkeypatch.context() as patch:
-        patch.setattr(check_overfit, "_learn_row", None)
-        edit_params(project, {"check_overfit": {"min_tau": 1.25}})
-        check_overfit.main()
-        assert passed.read_bytes() == before and json.loads(report.read_text())["min_tau"] == 1.25
-        kept = check_overfit._locate_measurement(load_params()) / "measured.json"
-        measured = json.loads(kept.read_text())  # a perfect draft reaches any threshold, so this one is made imperfect
-        kept.write_text(json.dumps(measured | {"engine_tau": 0.9 * measured["perfect_tau"]}))
-        edit_params(project, {"check_overfit": {"min_tau": 3.99}})
-        with pytest.raises(ValueError, match=r"check_overfit\.min_tau 3\.99"):
-            check_overfit.main()
-    measured = check_overfit._locate_measurement(load_params())
-    edit_params(project, {"check_overfit": {"min_tau": 1.25, "steps": 90}})
-    assert check_overfit._locate_measurement(load_params()) != measured
-    check_overfit.main()
-    assert passed.read_bytes() == before and json.loads(report.read_text())["steps"] == 90
 
 
 def test_a_draft_is_trained_replayed_and_decoded(

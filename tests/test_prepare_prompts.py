@@ -1,6 +1,5 @@
 """Workload prompts: the eval split's unchanged, a set's as transformers renders them, random ones as SGLang's."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import prepare_prompts
-from stages.data import conversations
 from stages.prompts import prompt_sets, workload_prompts
 from tests import talking
 from tests.conftest import ROOT, edit_params
+from tests.sampled_rows import write_sampled
 from tests.talking import WORKLOADS
 
 RANDOM = {
@@ -50,8 +49,7 @@ def replace_split(rows: list[dict[str, Any]]) -> None:
     sampled = Path("data/sampled")
     if sampled.is_symlink():
         sampled.unlink()
-    table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
-    conversations.write_table(sampled / "eval" / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA)
+    write_sampled("eval", rows)
 
 
 def ids(rows: list[dict[str, Any]]) -> list[str]:
@@ -166,19 +164,6 @@ def test_random_prompts_are_rows_cut_or_repeated(project: Path) -> None:
     assert all(tuple(row["prompt_ids"]) in possible for row in [*measured, *warm])
     assert len({tuple(row["prompt_ids"]) for row in [*measured, *warm]}) == 43  # also of 12 rows
     assert min(map(len, texts)) < min(lengths), "nothing was repeated"
-
-
-def test_missing_files_are_named(project: Path) -> None:
-    with pytest.raises(
-        ValueError, match=re.escape("data/prompts/none.parquet not found; run: dvc repro prepare_prompts@none")
-    ):
-        workload_prompts.read_prompts("none")
-    (project / "data/prompt_sets").unlink()
-    with pytest.raises(ValueError, match=r"data/prompt_sets/gsm8k\.jsonl not found"):
-        ask(project, "gsm8k")
-    (project / "data/sampled").unlink()
-    with pytest.raises(ValueError, match=r"data/sampled/eval not found; run: dvc repro sample_target"):
-        ask(project, "eval")
 
 
 def test_a_few_prompts_are_from_every_file(project: Path) -> None:

@@ -1,6 +1,5 @@
 """prepare_target: the template that takes the place of a target's own, and the tables that later stages read by name."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
-    GraniteConfig,
-    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -23,7 +20,7 @@ from transformers import (
 from stages import prepare_target
 from stages.target import chat_template, manifest
 from stages.toy import text_targets
-from tests.conftest import EAGLE3, ROOT, edit_params
+from tests.conftest import ROOT, edit_params
 from tests.target.multimodal_targets import KINDS, save
 from tests.target.pinned_targets import LLAMA, pinned, start_project
 
@@ -155,26 +152,6 @@ def test_pickled_weights_are_refused_with_a_conversion_that_works(
     assert manifest.read_manifest().model == "mine"
 
 
-def test_a_head_that_config_json_calls_tied_and_is_not_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sibling: the embedding named as the head of a target that has one."""
-    folder = pinned(
-        tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)), lm_head_key="model.embed_tokens.weight"
-    )
-    assert "lm_head.weight" in load_file(folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight"):
-        prepare_target.main()
-
-
-def test_a_class_that_scales_its_logits_is_told_and_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pinned(tmp_path, monkeypatch, GraniteForCausalLM(GraniteConfig(**LLAMA, logits_scaling=8.0)))
-    prepare_target.main()
-    assert "logits of GraniteForCausalLM are 0.125 times final hidden states times its head" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("kind", ["tied", "qwen3", "moe", "sliding", "qwen3-vl", "qwen2.5-vl"])
 def test_the_tables_of_every_kind_of_target_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
@@ -197,30 +174,6 @@ def test_the_tables_of_every_kind_of_target_agree(
     output = capsys.readouterr()
     assert "not compared" not in output.out and "note" not in output.out
     assert "UNEXPECTED" not in output.err + output.out
-
-
-def test_a_mask_token_of_a_block_segment_is_refused_where_texts_use_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: check_overfit refused it, after sampling and extraction."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(ROOT / "data", tmp_path / "data")
-    shutil.copy(ROOT / "params.yaml", tmp_path)
-    block = {
-        "from": "e000",
-        "epochs": 1,
-        "method": "dflash",
-        "layers": 1,
-        "block_size": 8,
-        "anchors": 8,
-        "mask_token_id": 5,
-    }
-    edit_params(tmp_path, {"train_draft": {"checkpoints": EAGLE3 | {"block": block}}})
-    with pytest.raises(
-        ValueError, match=r"^params\.yaml: train_draft\.checkpoints\.block: mask_token_id is 5, the token"
-    ):
-        prepare_target.main()
-    assert not Path("artifacts/target").exists()
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import polars as pl
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -30,6 +29,7 @@ from stages.target import manifest
 from stages.trees.accept_length import compute_tau
 from tests.built_engines import build_engine
 from tests.conftest import ROOT, edit_params
+from tests.sampled_rows import sampled_row, write_sampled
 
 SHIPPED = ROOT / "tests/shipped_draft"
 TREES = ["t8_1_9", "t5_1_6", "t5_2_8", "t8_2_16", "t8_3_16", "t5_4_16", "t10_2_32", "t10_3_32"]
@@ -79,17 +79,11 @@ def measure(project: Path, prompts: list[list[int]]) -> dict[str, list[str]]:
 
 def write_answers(prompts: list[list[int]], answers: list[list[int]], end: list[int]) -> None:
     rows = [
-        {
-            "id": f"row{number}.0", "prompt_ids": ids, "answer_ids": answer,
-            "finish_reason": "stop" if answer[-1] in end else "length", "temperature": 0.0, "top_p": None,
-            "source_row": number, "verdict": "clean", "images": None,
-        }
+        sampled_row(f"row{number}.0", number, ids, answer, finish_reason="stop" if answer[-1] in end else "length")
         for number, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]  # fmt: skip
+    ]
     for split, chosen in (("train", rows), ("eval", rows), ("eval_t", [])):
-        table = pl.DataFrame(chosen, schema=conversations.SAMPLED_SCHEMA)
-        file = Path("data/sampled") / split / conversations.name_shard(0)
-        conversations.write_table(file, table, conversations.SAMPLED_SCHEMA)
+        write_sampled(split, chosen)
 
 
 def decoded_tau(engine: Engine, tree: TreeShape, prompts: list[list[int]], answers: list[list[int]]) -> float:

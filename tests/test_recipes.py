@@ -13,7 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import dvc.stage.run
 import polars as pl
 import pytest
 import torch
@@ -29,10 +28,8 @@ from stages.params import schema
 from stages.params.engines import list_environments
 from stages.published import tables as published
 from stages.reproduce import estimate, target_size
-from stages.target import generation, loading, packed_forward, vision
-from stages.toy import text_targets
+from stages.target import generation, loading, vision
 from tests.conftest import ROOT, SMALL, copy_project, edit_params, run_graph
-from tests.recorded_graph import Recorder, names, opened
 
 NAMES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml"))
 BUILTIN = [name for name in NAMES if name.startswith("weather-tiny")]  # the others need a GPU and a download
@@ -156,30 +153,6 @@ def _is_of(setting: published.PublishedSetting, wanted: dict[str, Any]) -> bool:
     return all(getattr(setting, key) == value for key, value in wanted.items())
 
 
-@pytest.mark.long
-def test_a_graph_that_trains_nothing_is_brought_up_to_date_whole(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By DVC, every command replaced by files of its name: the report must not wait for what no stage makes (bug: it did,
-    for a folder that only training made)."""
-    use_recipe("angelslim-hunyuan-7b")
-    made = Recorder()
-    monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(project / ".site"))
-    monkeypatch.setattr(dvc.stage.run, "cmd_run", made)
-    (project / ".dvc").mkdir()
-    (project / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
-    with opened(project) as repo:
-        stages = list(repo.index.stages)
-        outs = {str(out) for stage in stages for out in stage.outs}
-        brought = {str(dep) for stage in stages for dep in stage.deps if dep.fs_path} - outs
-    for name in brought - {"results/cells", "results/replay", "results/train", "params.yaml"}:
-        file = project / name / "file" if not Path(name).suffix else project / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    ran = made.repro(project)
-    assert ran == names(project) and "report" in ran and not any(stage.startswith("train_draft") for stage in ran)
-
-
 @pytest.fixture
 def committed(project: Path) -> Path:
     """The project with params.yaml in git."""
@@ -253,15 +226,6 @@ def test_a_local_edit_that_goes_is_named_and_kept_on_request(committed: Path) ->
         "builtin/weather-tiny",
     )
     assert "kept: target.num_threads: 1" in again
-
-
-def test_an_edit_that_the_recipe_makes_invalid_leaves_everything(committed: Path) -> None:
-    edit_params(committed, {"benchmark": {"trees": ["t4_1_5"]}, "time_trees": {"num_steps": [1, 4]}})
-    before = (committed / "params.yaml").read_bytes()
-    (committed / "mine.yaml").write_text("target: {device: tpu}\n")
-    with pytest.raises(ValueError, match=r"recipe mine\.yaml: (?s:.*)target\.device"):
-        use_recipe("mine.yaml", keep=True)
-    assert (committed / "params.yaml").read_bytes() == before and not (committed / recipes.USED_FILE).exists()
 
 
 def test_a_kept_edit_that_clashes_with_the_recipe_is_named(committed: Path) -> None:
@@ -340,28 +304,6 @@ def test_a_broken_params_file_is_named_by_use(text: str, project: Path) -> None:
         use_recipe("weather-tiny")
 
 
-def test_the_embedded_experts_learn_and_are_a_target_like_any_other(tmp_path: Path) -> None:
-    """A few steps; each token takes two of eight; saved and loaded, it says the same, and packs its documents."""
-    corpus = text_targets.make_corpus(7)[:200]
-    tokenizer = text_targets.build_tokenizer(text_targets.render_conversations(corpus))
-    model = text_targets.build_model(tokenizer, 7, "weather-tiny-moe")
-    rows = text_targets.encode_conversations(tokenizer, corpus)
-    losses = [loss for _, loss in text_targets.train_target(model, rows, 7, 6, 512, 0.03)]
-    assert losses[-1] < losses[0]
-    model.eval().save_pretrained(tmp_path)
-    loaded = loading.load_target(str(tmp_path), "float32", "cpu")
-    ids = torch.cat([rows[0][0], rows[1][0]])
-    lengths = [len(rows[0][0]), len(rows[1][0])]
-    with torch.inference_mode():
-        alone = torch.cat([model.model(input_ids=row[None]).last_hidden_state[0] for row in ids.split(lengths)])
-        router = model(input_ids=ids[None], output_router_logits=True).router_logits[0]
-    assert packed_forward.supports_packing(loaded)
-    torch.testing.assert_close(
-        packed_forward.forward_documents(loaded, ids, lengths, True), alone, rtol=1e-4, atol=1e-4
-    )
-    assert router.shape == (len(ids), 8) and loaded.config.num_experts_per_tok == 2
-
-
 @pytest.mark.long
 def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers to the eval questions are the tables the maps were drawn from; with maps swapped, they follow the maps."""
@@ -406,14 +348,6 @@ def shrink(project: Path) -> None:
     short = {name: {**settings, "from": "e000", "epochs": 1} for name, settings in used.items()}
     checkpoints = {"checkpoints": SMALL["train_draft"]["checkpoints"] | short}
     edit_params(project, SMALL | {"train_draft": checkpoints})
-
-
-@pytest.mark.parametrize("name", BUILTIN)
-def test_a_small_run_of_a_recipe_has_valid_parameters(name: str, project: Path) -> None:
-    """Bug: the long test of weather-tiny-methods named checkpoints that its small run had not."""
-    use_recipe(name)
-    shrink(project)
-    schema.load_params(project / "params.yaml")
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ from stages.target import manifest
 from tests.built_engines import build_engine
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
+from tests.sampled_rows import sampled_row, write_sampled
 from tests.torch_cells import read_line
 
 V, END, ANSWER, PROMPTS = 9, 8, 30, 20
@@ -69,10 +70,7 @@ def shared_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for split, workload in (("train", "eval"), ("eval", "eval"), ("eval_t", "drawn")):
             work: Any = SimpleNamespace(workload=p.benchmark.workloads[workload], samples_drafts=False)
             rows = [answer_prompt(engine, work, f"row{n}.0", prompt) for n, prompt in enumerate(prompts)]
-            table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
-            conversations.write_table(
-                Path("data/sampled") / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
-            )
+            write_sampled(split, rows)
         fixed = [{"id": f"row{n}", "source": f"{n % 2}.jsonl", "verdict": "clean"} for n in range(PROMPTS)]
         table = pl.DataFrame(fixed, schema=conversations.FIXED_SCHEMA)
         conversations.write_table(Path("data/fixed/eval.parquet"), table, conversations.FIXED_SCHEMA)
@@ -93,11 +91,9 @@ def make_target(seed: int, **options: Any) -> None:
 def answer_prompt(engine: Engine, work: Any, name: str, prompt: list[int]) -> dict[str, Any]:
     sampling_params = torch_context.make_sampling_params(work, name, 0, 0)
     answer = [token for step in engine.decode_plain(prompt, ANSWER, sampling=sampling_params) for token in step.tokens]
-    return {
-        "id": name, "prompt_ids": prompt, "answer_ids": answer, "finish_reason": "stop" if answer[-1] == END else "length",
-        "temperature": work.workload.temperature, "top_p": work.workload.top_p if sampling_params else None,
-        "source_row": 0, "verdict": "clean", "images": None,
-    }  # fmt: skip
+    top_p, reason = work.workload.top_p if sampling_params else None, "stop" if answer[-1] == END else "length"
+    changes = {"temperature": work.workload.temperature, "top_p": top_p, "finish_reason": reason}
+    return sampled_row(name, 0, prompt, answer, **changes)
 
 
 @pytest.fixture
@@ -188,9 +184,7 @@ def test_hidden_states_of_other_answers(project: Path, change: pl.Expr, problem:
     rows = conversations.read_table(
         Path("data/sampled/eval"), conversations.SAMPLED_SCHEMA, "sample_target"
     ).with_columns(change)
-    conversations.write_table(
-        Path("data/sampled/eval") / conversations.name_shard(0), rows, conversations.SAMPLED_SCHEMA
-    )
+    write_sampled("eval", rows.to_dicts())
     message = refused()
     assert message.startswith("data/hiddens/eval: ") and "run: dvc repro extract_hiddens" in message
     assert problem.partition("row0.0")[2] in message

@@ -12,13 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import polars as pl
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from stages import extract_hiddens, init_draft, train_draft
-from stages.data import conversations, row_lengths
+from stages.data import row_lengths
 from stages.draft import block_checkpoint, checkpoint, mask_token
 from stages.draft.block_draft import BlockDraft
 from stages.families.block import objective as block_training
@@ -33,6 +32,7 @@ from stages.training.packs import PackLoader, plan_epoch
 from stages.training.trainer import Trainer, TrainingProgress
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import Document, block_losses
+from tests.sampled_rows import sampled_row, write_sampled
 from tests.target import chat_templates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,19 +78,13 @@ def trained_project(shared_talking_project: Path, tmp_path_factory: pytest.TempP
     with chdir(project):
         vocabulary = manifest.read_manifest().vocab_size
         draw = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(3, vocabulary, (9,), generator=draw).tolist() for _ in range(14)]
         rows = [
-            {
-                "id": f"train{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
-                "prompt_ids": torch.randint(3, vocabulary, (9,), generator=draw).tolist(),
-                "answer_ids": (torch.arange(20 + n) * (1 + n % 3) % 37 + 3).tolist(),
-                "finish_reason": "length", "images": None,
-            }
-            for n in range(14)
-        ]  # fmt: skip
+            sampled_row(f"train{n}.0", n, prompt, (torch.arange(20 + n) * (1 + n % 3) % 37 + 3).tolist())
+            for n, prompt in enumerate(prompts)
+        ]
         for split, split_rows in {"train": rows, "eval": rows[:2], "eval_t": []}.items():
-            path = Path("data/sampled") / split / conversations.name_shard(0)
-            table = pl.DataFrame(split_rows, schema=conversations.SAMPLED_SCHEMA)
-            conversations.write_table(path, table, conversations.SAMPLED_SCHEMA)
+            write_sampled(split, split_rows)
         Path("results").mkdir()
         extract_hiddens.main()
         init_draft.main()

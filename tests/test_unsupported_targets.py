@@ -1,5 +1,6 @@
 """prepare_target refuses what later stages can't compute: attention, layers, windows, RoPE and heads of other classes."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,36 +30,48 @@ from stages.target import head_check, loading, manifest
 from tests.conftest import edit_params
 from tests.target.pinned_targets import LLAMA, pinned
 
-
-def test_a_class_whose_attention_no_stage_computes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: Gemma 2 passed, and sample_target advised to get the target's files again."""
-    shape = LLAMA | {"head_dim": 8, "sliding_window": 32, "query_pre_attn_scalar": 8, "pad_token_id": 0}
-    pinned(tmp_path, monkeypatch, Gemma2ForCausalLM(Gemma2Config(**shape)))
-    with pytest.raises(ValueError, match=r"target\.model mine is a gemma2, whose attention .* another target"):
-        prepare_target.main()
-    assert not manifest.TARGET_FOLDER.exists()
-
-
 HYBRID = {
     "head_dim": 8, "pad_token_id": 0, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }  # fmt: skip
+SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+GEMMA2 = {"head_dim": 8, "sliding_window": 32, "query_pre_attn_scalar": 8, "pad_token_id": 0}
+LLAMA4 = {
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 2,
+    "pad_token_id": 0,
+    "attention_chunk_size": 1024,
+}
+GEMMA = {"model_type": "gemma", "head_dim": 8, "pad_token_id": 0}
+CLASSES: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    # Bug: sample_target advised to get the target's files again.
+    "attention that no stage computes": (
+        lambda: Gemma2ForCausalLM(Gemma2Config(**LLAMA | GEMMA2)), "mine is a gemma2, whose attention .* another target"),
+    # Bug: it was sampled, its hidden states extracted and a draft initialised before check_overfit refused it.
+    "linear attention": (
+        lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**LLAMA | HYBRID)),
+        r"qwen3_next, which keeps state other than keys and values of its own in 6 of its 7 layers .* another target"),
+    # Bug: transformers' get_decoder() gives the whole model, and extract_hiddens ended in a traceback.
+    "no layers where hidden states are taken": (
+        lambda: Llama4ForCausalLM(Llama4TextConfig(**LLAMA | LLAMA4)), r"get_decoder\(\) has no `layers`, expected the blocks"),
+    # Bug: it passed, since the last token of one block sees all others with and without a mask; hidden states of prompts
+    # were those in front of an answer, which no server has when it drafts.
+    "prompts that see their answers": (
+        lambda: PaliGemmaForConditionalGeneration(PaliGemmaConfig(
+            text_config=LLAMA | GEMMA, vision_config=SIGHT, projection_dim=32, image_token_index=3)),
+        r"of PaliGemma\w+, tokens have other hidden states with tokens behind them .* another target"),
+}  # fmt: skip
 
 
-def test_a_target_that_the_torch_engine_cannot_decode_is_refused_before_sampling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_class_that_later_stages_can_not_compute_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Bug: a target with linear attention was sampled, its hidden states extracted and a draft initialised before check_overfit
-    refused it, with the advice to measure it on a server; the graph has no way there without the torch engine.
-    """
-    pinned(tmp_path, monkeypatch, Qwen3NextForCausalLM(Qwen3NextConfig(**LLAMA | HYBRID)))
-    with pytest.raises(
-        ValueError,
-        match=r"mine is a qwen3_next, which keeps state other than keys and values of its own in 6 of its 7 "
-        r"layers \(LinearAttentionLayer\)"
-        r".* rejected drafts .* another target",
-    ):
+    build, message = CLASSES[kind]
+    pinned(tmp_path, monkeypatch, build())
+    with pytest.raises(ValueError, match=message):
         prepare_target.main()
     assert not manifest.TARGET_FOLDER.exists()
 
@@ -138,39 +151,3 @@ def test_a_head_with_a_bias_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match=r"target\.model mine: .* Its head adds a bias, expected none"):
         prepare_target.main()
     assert folder.exists() and not manifest.TARGET_FOLDER.exists()
-
-
-def test_a_class_without_layers_where_hidden_states_are_taken_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: Llama 4, of which transformers' get_decoder() gives the whole model, ended in a traceback of extract_hiddens."""
-    sizes = {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "pad_token_id": 0}
-    model = Llama4ForCausalLM(Llama4TextConfig(**LLAMA | sizes, attention_chunk_size=1024))
-    pinned(tmp_path, monkeypatch, model)
-    with pytest.raises(
-        ValueError, match=r"mine: Llama4ForCausalLM\.get_decoder\(\) has no `layers`, expected the blocks"
-    ):
-        prepare_target.main()
-    assert not manifest.TARGET_FOLDER.exists()
-
-
-def test_a_class_whose_prompts_see_their_answers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: PaliGemma passed, since the last token of one block sees all others with and without a mask; hidden states of prompts
-    were those in front of an answer, which no server has when it drafts.
-    """
-    sight = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-    }
-    text = LLAMA | {"model_type": "gemma", "head_dim": 8, "pad_token_id": 0}
-    config = PaliGemmaConfig(text_config=text, vision_config=sight, projection_dim=32, image_token_index=3)
-    pinned(tmp_path, monkeypatch, PaliGemmaForConditionalGeneration(config))
-    with pytest.raises(
-        ValueError,
-        match=r"mine: of PaliGemma\w+, tokens have other hidden states with tokens behind them .* another target",
-    ):
-        prepare_target.main()
-    assert not manifest.TARGET_FOLDER.exists()

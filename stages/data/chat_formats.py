@@ -7,37 +7,16 @@ are not read are counted by name (`list_unread_keys`).
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from stages.data import json_lines, request_logs, row_images, tool_calls
+from stages.data import chat_turns, request_logs, row_images, tool_calls
+from stages.data.chat_turns import ROLE_NAMES, Message, ParsedTurn
 from stages.data.conversations import IMAGE_PLACEHOLDER
 from stages.data.json_lines import describe_value, is_text
 from stages.data.row_images import DroppedRowError, GivenImage, SaveImage
-
-Message = dict[str, str]
-
-
-class ParsedTurn(NamedTuple):
-    """A turn of a row."""
-
-    message: Message
-    calls: str | None = None  # JSON: an assistant's tool calls; of a tool's message which of them it answers
-    reasoning: str | None = None
-    is_trained: bool = True  # False: an answer that the data marks as not to be learned
-
-    @property
-    def letter(self) -> str:
-        """Return the turn's letter in TURN_ORDER."""
-        is_call = self.calls is not None and self.message["role"] == "assistant"
-        return "c" if is_call else ROLE_LETTERS[self.message["role"]]
-
-    @property
-    def is_blank(self) -> bool:
-        return self.letter != "c" and not self.message["content"].strip()
-
 
 TURN_LIST_KEYS = {  # the first of them that a row has
     "sharegpt": ("conversations", "conversation"),
@@ -47,24 +26,9 @@ TURN_LIST_KEYS = {  # the first of them that a row has
 PROMPT_KEYS = ("prompt", "question", "instruction", "query", "input")
 ANSWER_KEYS = ("answer", "response", "completion", "output")
 PASSAGE_KEYS = ("input", "context", "passage", "document")  # the rest of a question: Alpaca's, Dolly's
-# Of an answer, whether it is to be learned: OpenAI's, axolotl's, ms-swift's, and others'.
-TRAIN_KEYS = ("weight", "train", "loss", "loss_weight", "loss_mask", "trainable")
-# Keys that are read in every row, and in every turn.
+# Keys that are read in every row.
 COMMON_KEYS = {"id", "prompt_id", "custom_id", "system", "system_prompt", "tools", "images", "image", "status", "error"}
-TURN_KEYS = {
-    "role", "from", "content", "value", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", *TRAIN_KEYS,
-}  # fmt: skip
-TOOL_KEYS = {"tool_call_id", "name"}  # of a tool's turn
 CHAT_FORMATS = (*TURN_LIST_KEYS, "prompt_answer")
-ROLE_NAMES = {
-    "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant",
-    "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
-    "tool": "tool", "observation": "tool", "function": "tool",
-}  # fmt: skip
-# What turns must be, for messages. A column map names the keys of rows, and none of their turns.
-NO_TURN_MAP = 'no key of params.yaml maps keys or roles of turns: write them again (docs/data.md, "Columns of a table")'
-TEXT_OF_TURN = f"text under the key content (or value); {NO_TURN_MAP}"
-NO_TEXT_OF_TURN = "a text (null is for an assistant's tool_calls alone); write what the turn says"
 TEXT_OF_ROW = {
     "question": "a text: the question; write it there, or name its key in fix_data.columns",
     "answer": "a text, or null for a question that the target is to answer; write it so, or name its key in fix_data.columns",
@@ -73,15 +37,9 @@ ORDER_OF_TURNS = (
     "an optional system message, then questions and answers in turn, tool results after calls; put them in that order"
 )
 TRIM_ADVICE = "; or set fix_data.dangling_turns: trim, which cuts such a turn off"
-TRAIN_FLAG = "true or false, 1 or 0: whether the answer is learned; a draft's loss has no other weights"
 ID_OF_CALL = (
     "the id of one of the calls before it; correct it, or leave out all ids where results are in the calls' order"
 )
-TOOL_FORM = "calls and tools with a name, and arguments by name, as OpenAI's; correct them, or leave them out"
-ROLE_OF_TURN = f"under the key role (or from) one of {', '.join(ROLE_NAMES)}; {NO_TURN_MAP}"
-# Types of content parts: OpenAI's of chat completions, and of responses.
-TEXT_PARTS, IMAGE_PARTS = ("text", "input_text", "output_text"), ("image_url", "image", "input_image")
-ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 # An optional system message, then turns: a question, tool calls (c) each with their results, and an answer, which the last
 # may lack: the target writes it.
 TURN_ORDER = re.compile(r"s?(?=u)(u(c+t+)*[ac])*(u(c+t+)*)?")
@@ -137,8 +95,8 @@ def list_unread_keys(row: dict[str, Any], chat_format: str) -> set[str]:
         unread.add(f"{key} without an answer")
     for turn in turns if isinstance(turns, list) else ():
         if isinstance(turn, dict) and len(turn) > 2:
-            known = TURN_KEYS | (
-                TOOL_KEYS if ROLE_NAMES.get(str(turn.get("from") or turn.get("role"))) == "tool" else set()
+            known = chat_turns.TURN_KEYS | (
+                chat_turns.TOOL_KEYS if ROLE_NAMES.get(str(turn.get("from") or turn.get("role"))) == "tool" else set()
             )
             unread |= {
                 f"{key} of a turn" for key, value in turn.items() if key not in known and _holds_something(value)
@@ -208,7 +166,7 @@ def parse_conversation(
     turn_images: list[Any] = []
     of = " of prompt and answer (fix_data.columns names their keys)" if chat_format == "prompt_answer" else ""
     parsed: list[ParsedTurn] = [
-        _parse_plain_turn(turn) or _parse_turn(turn, f"turn {number}{of}", turn_images)
+        chat_turns.parse_plain_turn(turn) or chat_turns.parse_turn(turn, f"turn {number}{of}", turn_images)
         for number, turn in enumerate(turns, 1)
     ]
     own_turns = [*parsed]  # numbered in messages as in the row
@@ -228,8 +186,8 @@ def parse_conversation(
     messages = [turn.message for turn in parsed]
     conversation = Conversation(messages, trimmed=trimmed)
     if tools := row.get("tools"):
-        conversation.tools = _dump_json(tools, "the key tools")
-        _check_tools(conversation.tools, tool_calls.parse_tools, "the key tools")
+        conversation.tools = chat_turns.dump_json(tools, "the key tools")
+        chat_turns.check_tools(conversation.tools, tool_calls.parse_tools, "the key tools")
     if any(turn.calls for turn in parsed):
         conversation.tool_calls = [turn.calls for turn in parsed]
     if any(turn.reasoning for turn in parsed):
@@ -237,10 +195,13 @@ def parse_conversation(
     if not all(turn.is_trained for turn in parsed):
         conversation.trained = [turn.is_trained for turn in parsed]
         if parsed[-1].letter in "ac" and not any(turn.is_trained for turn in parsed if turn.letter in "ac"):
-            found = f"all answers are marked as not to be learned ({', '.join(TRAIN_KEYS)})"
+            found = f"all answers are marked as not to be learned ({', '.join(chat_turns.TRAIN_KEYS)})"
             raise DroppedRowError("nothing_to_learn", found, "one answer at least to learn; leave such rows out")
     if given_images:
-        conversation.images = row_images.save_images(given_images, num_images, folder, image_roots, save_image)
+        conversation.images = [
+            row_images.store_image(image, f"image {number} of {num_images}", folder, image_roots, save_image)
+            for number, image in given_images
+        ]
         row_images.check_image_count(given_images, (message["content"] for message in messages))
     else:
         row_images.check_lost_images(row, (message["content"] for message in messages))
@@ -252,7 +213,7 @@ def _insert_system_message(row: dict[str, Any], parsed: list[ParsedTurn]) -> Non
     system = row.get("system", row.get("system_prompt"))
     if isinstance(system, str) and system.strip() and not (parsed and parsed[0].letter == "s"):
         if not is_text(system):
-            raise DroppedRowError("not_text", *_describe_text("the system message", system))
+            raise DroppedRowError("not_text", *chat_turns.describe_text("the system message", system))
         parsed.insert(0, ParsedTurn({"role": "system", "content": system}))
 
 
@@ -327,114 +288,6 @@ def _check_tool_results(parsed: list[ParsedTurn], own_turns: list[ParsedTurn]) -
                 raise DroppedRowError("unknown_tool_call", found, ID_OF_CALL)
 
 
-def _parse_plain_turn(turn: Any) -> ParsedTurn | None:
-    """Return what `_parse_turn` returns for a turn of two keys and ASCII text, the common case; None for any other."""
-    if type(turn) is not dict or len(turn) != 2:
-        return None
-    role, text = (turn.get("from"), turn.get("value")) if "from" in turn else (turn.get("role"), turn.get("content"))
-    if type(role) is not str or role not in ROLE_NAMES or type(text) is not str or not text.isascii():
-        return None
-    if IMAGE_PLACEHOLDER in text:
-        return None
-    return ParsedTurn({"role": ROLE_NAMES[role], "content": text})
-
-
-def _parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
-    """Return the message with its calls and reasoning; append its images to `turn_images` (`order_images`)."""
-    if not isinstance(turn, dict):
-        raise DroppedRowError(
-            "not_text", f"{name} is {describe_value(turn)}", f"an object with role and content; {NO_TURN_MAP}"
-        )
-    role = turn.get("from") if turn.get("from") is not None else turn.get("role")
-    text = turn.get("value") if turn.get("value") is not None else turn.get("content")
-    calls = turn.get("tool_calls") or None
-    if calls is None and (call := turn.get("function_call")):  # OpenAI's before tool_calls
-        calls = [{"type": "function", "function": call}]
-    known = ROLE_NAMES.get(role) if isinstance(role, str) else None
-    is_given = "content" in turn or "value" in turn
-    if text is None and (calls is not None or (is_given and known in ("assistant", "tool"))):
-        text = ""  # an answer that is to be written, or a tool without anything to say
-    if isinstance(text, list) and text and all(isinstance(part, dict) for part in text):
-        text = "".join(_parse_content_part(part, turn_images, name) for part in text)
-    elif isinstance(text, str):
-        turn_images += [row_images.MARKED_IN_TEXT] * text.count(IMAGE_PLACEHOLDER)
-    if text is None:
-        has_null = "content" in turn or "value" in turn
-        elsewhere = any(isinstance(value, str) for key, value in turn.items() if key not in ("role", "from"))
-        expected = NO_TEXT_OF_TURN if has_null and not elsewhere else TEXT_OF_TURN
-        raise DroppedRowError("not_text", _describe_lack(name, turn, ("content", "value")), expected)
-    if not isinstance(text, str) or not is_text(text):
-        raise DroppedRowError("not_text", *_describe_text(f"the content of {name}", text))
-    if known is None:
-        lack = _describe_lack(name, turn, ("role", "from"))
-        found = lack if role is None else f"the role of {name} is {describe_value(role)}"
-        raise DroppedRowError("unknown_role", found, ROLE_OF_TURN)
-    if calls is not None and known != "assistant":
-        raise DroppedRowError(
-            "unknown_role", f"{name} has tool_calls and the role {role!r}", "tool_calls of an assistant only"
-        )
-    reasoning = turn.get("reasoning_content") or turn.get("reasoning") or turn.get("thinking") or None
-    if reasoning is not None and known != "assistant":
-        raise DroppedRowError(
-            "not_text", f"{name} has reasoning and the role {role!r}", "reasoning of an assistant only"
-        )
-    if reasoning is not None and not is_text(reasoning):
-        raise DroppedRowError("not_text", *_describe_text(f"the reasoning of {name}", reasoning))
-    calls_json = _dump_json(calls, f"the tool_calls of {name}") if calls is not None else None
-    if calls_json is not None:
-        _check_tools(calls_json, tool_calls.parse_calls, name)
-    if known == "tool" and (named := {key: turn[key] for key in sorted(TOOL_KEYS) if isinstance(turn.get(key), str)}):
-        calls_json = _dump_json(named, f"the call of {name}")
-    is_trained = _read_train_flag(turn, name) if known == "assistant" else True
-    return ParsedTurn({"role": known, "content": text}, calls_json, reasoning, is_trained)
-
-
-def _read_train_flag(turn: dict[str, Any], name: str) -> bool:
-    """Return whether an answer is to be learned. Raise DroppedRowError for a weight between."""
-    for key in TRAIN_KEYS:
-        if (flag := turn.get(key)) is not None:
-            if flag not in (0, 1):  # as False and True
-                raise DroppedRowError("unknown_weight", f"{key} of {name} is {describe_value(flag)}", TRAIN_FLAG)
-            return bool(flag)
-    return True
-
-
-def _describe_text(name: str, found: Any) -> tuple[str, str]:
-    """Return what was found instead of a text that UTF-8 can encode, and what was expected."""
-    if isinstance(found, str):
-        return (
-            f"{name} has half of a character of two surrogates, as of an emoji cut in two",
-            "whole characters; export it again",
-        )
-    return f"{name} is {describe_value(found)}", "a text"
-
-
-def _describe_lack(name: str, turn: dict[str, Any], wanted: tuple[str, ...]) -> str:
-    """Return which keys a turn has that lacks all of `wanted`, or has null there, as Parquet has for keys of other rows."""
-    nulls = [f"null under {key}" for key in wanted if key in turn]
-    given = ", ".join(str(key) for key, value in turn.items() if value is not None)
-    return (
-        f"{name} has {' and '.join([*nulls, f'the keys {json_lines.abbreviate_row(given)}' if given else 'no keys'])}"
-    )
-
-
-def _parse_content_part(part: dict[str, Any], turn_images: list[Any], name: str) -> str:
-    """Return the text of one of OpenAI's content parts: of an image, the placeholder. `name` is the turn's, for messages."""
-    if part.get("type") in TEXT_PARTS and isinstance(text := part.get("text"), str):
-        turn_images += [row_images.MARKED_IN_TEXT] * text.count(IMAGE_PLACEHOLDER)
-        return text
-    if part.get("type") in IMAGE_PARTS:
-        link = part.get("image_url") or part.get("image") or part.get("path")
-        turn_images.append(link.get("url") or link if isinstance(link, dict) else link)
-        return IMAGE_PLACEHOLDER
-    kind = json_lines.abbreviate_row(part.get("type"))
-    raise DroppedRowError(
-        "unknown_part",
-        f"{name} has a part of the type {kind}",
-        f"parts of the types {', '.join((*TEXT_PARTS, *IMAGE_PARTS))}",
-    )
-
-
 def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:
     """Return the turns of a prompt_answer row; where both are lists of turns, their concatenation.
 
@@ -502,38 +355,3 @@ def _name_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
 def _find_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> Any:
     key = _name_first_key(row, keys)
     return None if key is None else row[key]
-
-
-def _check_tools(text: str, parse: Callable[[str], object], name: str) -> None:
-    try:
-        parse(text)
-    except tool_calls.MalformedToolsError as error:
-        raise DroppedRowError("malformed_tools", f"in {name} {error}", TOOL_FORM) from None
-
-
-def _dump_json(value: Any, name: str) -> str:
-    """Return `value` as JSON without null keys; a text as it is. `name` is for messages.
-
-    Raises:
-        DroppedRowError: for values that JSON lacks, and for nesting that templates and encoders could not recurse into.
-    """
-    if json_lines.is_text_too_deep(value) if isinstance(value, str) else json_lines.is_too_deep(value):
-        raise DroppedRowError("nested_too_deep")
-    text = value
-    if not isinstance(value, str):
-        try:
-            text = json.dumps(_remove_empty_keys(value), ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError):  # bytes or dates, from Parquet; NaN
-            text = None
-    if not is_text(text):
-        raise DroppedRowError(
-            "not_text", f"{name} is {describe_value(value)}", "values of JSON, without NaN, bytes and dates"
-        )
-    return str(text)
-
-
-def _remove_empty_keys(value: Any) -> Any:
-    """Return `value` without null keys: Parquet gives every row the keys of all rows."""
-    if isinstance(value, dict):
-        return {key: _remove_empty_keys(inner) for key, inner in value.items() if inner is not None}
-    return [_remove_empty_keys(inner) for inner in value] if isinstance(value, list) else value

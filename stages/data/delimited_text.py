@@ -38,10 +38,12 @@ def read_tables(text: TextIO, path: Path, kind: str, chunk_bytes: int, chunk_row
     records = _read_records(_RecordLines(text), delimiter, path, line_before)
     for count, (start, record) in enumerate(records, 1):
         if len(record) != len(header):
+            shown, advice = " | ".join(record), "quote fields that hold the delimiter, a quote or a line break"
+            if len(record) < len(header):
+                advice = "write the missing fields, if only as delimiters, or take the line out"
             raise ValueError(
                 f"{path}, line {start}: expected {len(header)} fields, as the header has columns, found {len(record)}: "
-                f"{_shorten(record)}{_describe_others(records, len(header), start, count)}; "
-                f"{_advise_fields(len(record) < len(header))}"
+                f"{shown[:80] + '…' * (len(shown) > 80)!r}{_describe_others(records, len(header), start, count)}; {advice}"
             )
         rows.append(record)
         size += sum(map(len, record))
@@ -66,12 +68,6 @@ def _describe_others(records: Iterator[tuple[int, list[str]]], num_fields: int, 
     if len(numbers) == 1:
         return ""
     return f"; {json_lines.describe_numbers(numbers, count, 'records have another number of fields, on lines')}"
-
-
-def _advise_fields(is_short: bool) -> str:
-    if is_short:
-        return "write the missing fields, if only as delimiters, or take the line out"
-    return "quote fields that hold the delimiter, a quote or a line break"
 
 
 def _read_header(text: TextIO, path: Path, kind: str) -> tuple[list[str], str, int]:
@@ -129,8 +125,3 @@ def _read_records(lines: _RecordLines, delimiter: str, path: Path, line_before: 
             ) from None
         if record:
             yield start, record
-
-
-def _shorten(record: list[str]) -> str:
-    text = " | ".join(record)
-    return repr(text if len(text) <= 80 else text[:80] + "…")

@@ -166,17 +166,13 @@ def format_row(row: PreviewedRow) -> Iterator[str]:
     extras = f"; {', '.join(row.extras)}" if row.extras else ""
     yield f"  row {row.number}: {row.chat_format}, {row.verdict}{kept}{extras}"
     for role, text in row.turns[:SHOWN_TURNS]:
-        yield f"      {role}: {_abbreviate(text)}"
+        shown = " ⏎ ".join(text.splitlines()) if text else "(no text)"
+        more = f"… ({len(text):,} characters)" if len(shown) > SHOWN_CHARACTERS else ""
+        yield f"      {role}: {shown[:SHOWN_CHARACTERS]}{more}"
     if row.expected:
         yield f"      expected: {row.expected}"
     if len(row.turns) > SHOWN_TURNS:
         yield f"      ... and {len(row.turns) - SHOWN_TURNS} more turns"
-
-
-def _abbreviate(text: str) -> str:
-    shown = " ⏎ ".join(text.splitlines()) if text else "(no text)"
-    more = f"… ({len(text):,} characters)" if len(shown) > SHOWN_CHARACTERS else ""
-    return shown[:SHOWN_CHARACTERS] + more
 
 
 if __name__ == "__main__":

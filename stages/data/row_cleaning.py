@@ -19,7 +19,8 @@ import orjson
 import polars as pl
 
 from stages.data import chat_formats, conversations, images, json_lines, near_duplicates, readers, request_logs
-from stages.data.chat_formats import Conversation, Message
+from stages.data.chat_formats import Conversation
+from stages.data.chat_turns import Message
 from stages.data.conversations import describe_origin
 from stages.data.json_lines import is_text
 from stages.data.row_images import DroppedRowError

@@ -78,16 +78,6 @@ def order_images(row: dict[str, Any], turn_images: list[Any]) -> list[Any]:
     return own + [image for image in turn_images if image is not MARKED_IN_TEXT]
 
 
-def save_images(
-    given: list[GivenImage], num_images: int, folder: str | None, roots: Sequence[Path], save_image: SaveImage
-) -> list[str]:
-    """Save the images by their content and return the paths. `num_images` is how many the row has, for messages.
-
-    `folder` is where relative paths start; None: there are no files. Files are read from it and from `roots` alone.
-    """
-    return [_save_image(image, f"image {number} of {num_images}", folder, roots, save_image) for number, image in given]
-
-
 def check_image_count(given: list[GivenImage], texts: Iterable[str]) -> None:
     """Raise DroppedRowError unless the texts have a mark for each of the images, of which there is at least one."""
     marks = sum(text.count(IMAGE_PLACEHOLDER) for text in texts)
@@ -110,10 +100,11 @@ def check_lost_images(row: dict[str, Any], texts: Iterable[str]) -> None:
         )
 
 
-def _save_image(image: Any, description: str, folder: str | None, roots: Sequence[Path], save_image: SaveImage) -> str:
+def store_image(image: Any, description: str, folder: str | None, roots: Sequence[Path], save_image: SaveImage) -> str:
     """Save an image by its content and return the path. `description` says which image of the row it is, for messages.
 
-    Files are copied too: another image under the old name would otherwise change no row, and no stage would rerun.
+    Read are files of `folder`, where relative paths start, and of `roots` alone; None: there are no files. They are copied too:
+    another image under the old name would otherwise change no row, and no stage would rerun.
     """
     data, extension, name = _read_image_bytes(image, description), None, _name_image(description, image)
     if data is None:

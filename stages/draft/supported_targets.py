@@ -25,6 +25,7 @@ from stages.target import (
     loading,
     manifest,
     quantisation,
+    template_facts,
 )
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
@@ -56,8 +57,10 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
     if "mrope_section" in shapes["rope"] and (window := layer_state.read_sliding_window(config)) is not None:
         checks.check_sliding_window(params, window)
     layers = resolve_feature_layers(model, params.target.feature_layers, shapes["num_layers"])
-    own_layers = feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
-    checks.check_feature_layers(params, layers, own_layers)
+    if params.init_draft.makes_fresh_draft:  # a published draft in init_draft.from has its own, known when it is read
+        own_layers = feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
+        params.init_draft.choose_feature_layers(layers, own_layers)
+    checks.check_segment_layers(params, layers)
     if (block := head_check.build_first_block(config)) is not None:
         loading.check_layers(block, model)
 
@@ -72,10 +75,10 @@ def check_chat_template(params: schema.Params, tokenizer: Any, target: TargetMan
     except chat_template.TemplateRefusalError as error:
         raise ValueError(f"{key}: a question can't be rendered: {error}") from None
     if "questions" in target.template.hides:
-        raise ValueError(f"{key}: {chat_template.describe_hidden(['questions'])}")
+        raise ValueError(f"{key}: {template_facts.describe_hidden(['questions'])}")
     if unknown := chat_template.explain_unknown_token(tokenizer, ids, target.vocab_size):
         raise ValueError(f"{key}: its chat template: {unknown}")
-    chat_template.check_thinking(tokenizer, params.sample_target.thinking)
+    template_facts.check_thinking(tokenizer, params.sample_target.thinking)
 
 
 def resolve_feature_layers(model: str, layers: list[int] | None, num_layers: int) -> list[int]:

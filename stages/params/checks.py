@@ -257,16 +257,6 @@ def check_draft_vocab(params: Params, vocab_size: int) -> None:
         )
 
 
-def check_feature_layers(params: Params, stored: list[int], default: list[int]) -> None:
-    """Raise ValueError where a fresh draft is asked for that reads other feature layers than those `stored`.
-
-    `default` are EAGLE-3's own. A published draft in init_draft.from has its own, known when it is read.
-    """
-    if params.init_draft.makes_fresh_draft:
-        params.init_draft.choose_feature_layers(stored, default)
-    check_segment_layers(params, stored)
-
-
 def check_segment_layers(params: Params, stored: list[int]) -> None:
     """Raise ValueError where a draft is to be trained that reads feature layers which are not `stored`."""
     for name, segment in params.train_draft.checkpoints.items():

@@ -65,13 +65,9 @@ def _pair_misspelt(errors: Sequence[Any]) -> dict[Location, Location]:
     return pairs
 
 
-def _strip_union_tags(location: Location) -> list[str]:
-    return [str(part) for part in location if part not in UNION_TAGS]
-
-
 def _explain_error(error: Any, root: type[Section], meant: Location | None) -> str:
     """Explain one pydantic error of `root` as "key: expected, found, what to do"; `meant` is the missing key it stands for."""
-    key_path = _strip_union_tags(error["loc"])
+    key_path = [str(part) for part in error["loc"] if part not in UNION_TAGS]
     key, kind, found = ".".join(key_path), error["type"], f"found {error['input']!r:.200}"
     message = error["msg"].removeprefix("Value error, ")
     if meant:

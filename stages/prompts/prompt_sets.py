@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stages.data import chat_formats, final_answer, json_lines, readers, request_logs
+from stages.data import chat_formats, final_answer, hub_datasets, json_lines, readers, request_logs
+from stages.data.hub_datasets import HubPin, HubRecord
 from stages.data.row_images import DroppedRowError
 
 COMPLETE_INSTRUCTION = "Complete the code I provided.\n"  # EAGLE's instruction before a HumanEval prompt
@@ -50,7 +51,7 @@ def read_prompt_set(
     row_of_id: dict[str, str] = {}
     malformed: dict[str, MalformedRowError] = {}
     unit, total = "line" if source.endswith((".jsonl", ".txt")) else "row", 0
-    for prefix, folder, number, row in _read_numbered_rows(readers.HubPin(source, name, split, revision, columns)):
+    for prefix, folder, number, row in _read_numbered_rows(HubPin(source, name, split, revision, columns)):
         total, where = total + 1, f"{prefix}{number + 1}"
         try:
             if row is None:
@@ -79,9 +80,9 @@ def read_prompt_set(
     return problems
 
 
-def _read_numbered_rows(pin: readers.HubPin) -> Iterator[tuple[str, str | None, int, dict[str, Any] | None]]:
+def _read_numbered_rows(pin: HubPin) -> Iterator[tuple[str, str | None, int, dict[str, Any] | None]]:
     """Yield (the file where there are several, its folder, row number from 0, object) as readers.parse_chunk does."""
-    source, path, hub_records = pin.dataset, Path(pin.dataset), dict[str, readers.HubRecord]()
+    source, path, hub_records = pin.dataset, Path(pin.dataset), dict[str, HubRecord]()
     if pin.split is None:
         if not path.exists():
             raise ValueError(f"{source} not found; put the set's file there, or name another in prepare_prompts.sets")
@@ -90,10 +91,10 @@ def _read_numbered_rows(pin: readers.HubPin) -> Iterator[tuple[str, str | None, 
             yield from ((prefix, chunk.folder, *numbered) for numbered in readers.parse_chunk(chunk))
         return
     first = 0
-    for table in readers.read_hub_dataset(pin, "prepare_prompts.sets", source, hub_records, path):
-        chunk = readers.RawChunk(source, None, first, table, source, pin.columns)
+    for table in hub_datasets.read_hub_dataset(pin, "prepare_prompts.sets", source, hub_records, path):
+        chunk = readers.RawChunk(source, None, first, readers.ArrowRows.from_frame(table), source, pin.columns)
         yield from (("", None, *numbered) for numbered in readers.parse_chunk(chunk))
-        first += len(table)
+        first += table.height
     if (commit := hub_records[source].commit) != pin.revision:
         print(f"note: {source} is at commit {commit} today; pin it as the set's revision, as tomorrow's may be another")
 

@@ -58,14 +58,15 @@ def list_answer_sets(cells: Iterable[Cell]) -> Iterator[AnswerSet]:
             is_sweep = max(len(points), len(plain)) > 1
             name = cell.name + (f"-{load.max_new_tokens}-at-{load.concurrency or 'all'}" if is_sweep else "")
             eagle, baseline = (
-                [row for point in decoded if point.load == load for row in point.requests if _is_counted(row)]
+                [
+                    row
+                    for point in decoded
+                    for row in point.requests
+                    if point.load == load and not row.failed and None not in (row.e2e_s, row.output_tokens)
+                ]
                 for decoded in (points, plain)
             )
             yield AnswerSet(name, cell.temperature, eagle, baseline)
-
-
-def _is_counted(row: RequestRow) -> bool:
-    return not row.failed and row.e2e_s is not None and row.output_tokens is not None
 
 
 def _build_lines(turns: list[RequestRow], model_id: str) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,6 @@ from typing import Any
 from stages.cells.prediction import PredictedSpeedup, index_torch_predictions
 from stages.cells.replay_records import ReplayedTree
 from stages.params.families import EAGLE3, DraftKind
-from stages.params.tree_shape import TreeShape
 from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, make_tree_point, render_svg
 from stages.reporting.trees import choose_budgets, find_pareto_front
 
@@ -70,21 +69,15 @@ def build_families_page(
             f"tree of at most {budget} tokens": [t for t in trees if t.topk > 1 and t.num_draft_tokens <= budget]
             for budget in budgets
         }
-        lines += [_choose_line(name, family, kind, group, guesses) for kind, group in kinds.items() if group]
+        for kind, group in kinds.items():
+            # The fastest tree. EAGLE-3's depth is free, so that its tree of highest tau is seldom the fastest.
+            found = [FamilyLine(name, family, kind, t, guesses.get((t.temperature, name, t.shape))) for t in group]
+            best = max(
+                found, key=lambda line: (line.known.preference if line.known else (), line.tree.tau), default=None
+            )
+            lines += [best] if best else []
     draw: DrawPlot = partial(draw_fronts, replays=replays, families=families)
     return FamiliesPage(lines, render_svg(draw, "tau against num_draft_tokens, by family"))
-
-
-def _choose_line(
-    name: str,
-    family: DraftKind,
-    kind: str,
-    trees: list[ReplayedTree],
-    guesses: Mapping[tuple[float, str, TreeShape], PredictedSpeedup],
-) -> FamilyLine:
-    """Return the line of the fastest tree. EAGLE-3's depth is free, so that its tree of highest tau is seldom the fastest."""
-    lines = [FamilyLine(name, family, kind, tree, guesses.get((tree.temperature, name, tree.shape))) for tree in trees]
-    return max(lines, key=lambda line: (line.known.preference if line.known else (), line.tree.tau))
 
 
 def draw_fronts(axes: Any, replays: Mapping[str, list[ReplayedTree]], families: Families) -> list[PlotPoint]:

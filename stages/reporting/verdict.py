@@ -6,7 +6,7 @@ decides only where no tree was measured, else it is named as what to measure nex
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
@@ -18,6 +18,7 @@ from stages.cells.training_records import TrainingReport
 from stages.params.engines import is_in_process
 from stages.params.tree_shape import TreeShape, parse_shape
 from stages.params.units import list_first
+from stages.reporting.evidence import Measurements, Predictions, SpeedupEvidence, collect_measured, collect_predicted
 from stages.reporting.families import Families
 from stages.reporting.text import ONE_PROMPT, align_columns, format_interval, format_tree
 from stages.reporting.timing_noise import TimingRemark, summarise_remarks
@@ -38,32 +39,6 @@ NOTHING_ACCEPTED = "no draft token was accepted; is it this target's draft, voca
 UNDERTRAINED = 0.35  # share of right first drafts; e003 of the embedded target, a third of its training, has more
 NOISY = "Timings are too noisy to say"
 SHORT_ADVICE = {"plain": "do not speculate", "noisy": "too noisy to say", "unknown": "not sure"}  # by kind
-
-
-@dataclass(frozen=True)
-class SpeedupEvidence:
-    """A predicted or measured speedup of one tree with one checkpoint."""
-
-    tree: str
-    checkpoint: str
-    speedup: float
-    low: float | None
-    high: float | None
-    stage: str | None = None  # that measured it; None of a prediction
-    is_doubted: bool = False  # its times are odd
-
-    @property
-    def name(self) -> str:
-        return f"{self.tree} with {self.checkpoint}"
-
-    @property
-    def is_faster(self) -> bool:
-        """Return whether the interval lies above 1; False without one."""
-        return self.low is not None and self.low > 1
-
-    def __str__(self) -> str:
-        ends = "no interval" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
-        return f"{self.speedup:.2f}x ({ends}{', doubtful timings' if self.is_doubted else ''})"
 
 
 @dataclass(frozen=True)
@@ -180,10 +155,10 @@ def build_verdict(
         return checkpoint is None or checkpoint not in families or families[checkpoint].is_served(tree)
 
     doubted = frozenset(remark.stage for remark in remarks)
-    guesses = _collect_predicted(launch, [row for row in predicted if is_served(row.checkpoint, row.shape)])
+    guesses = collect_predicted(launch, [row for row in predicted if is_served(row.checkpoint, row.shape)])
     served = [row.tree is None or is_served(row.checkpoint, row.shape) for row in rows]
-    judged = _collect_measured((row for row, can in zip(rows, served, strict=True) if can), doubted)
-    left_out = _collect_measured((row for row, can in zip(rows, served, strict=True) if not can), doubted)
+    judged = collect_measured((row for row, can in zip(rows, served, strict=True) if can), doubted)
+    left_out = collect_measured((row for row, can in zip(rows, served, strict=True) if not can), doubted)
     lines = judge_loads(guesses, judged, replayable)
     groups = [list(group) for _, group in groupby(lines, key=lambda line: line.group)]
     prompts = {line.conditions.workload for line in lines if not line.conditions.max_new_tokens} - {None}
@@ -220,41 +195,6 @@ def build_verdict(
         groups=parts,
         sets=_build_set_table(judged, lines),
     )
-
-
-# Evidence
-
-Predictions = dict[SpeedupConditions, SpeedupEvidence]
-Measurements = dict[SpeedupConditions, list[SpeedupEvidence]]
-
-
-def _collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[PredictedSpeedup]) -> Predictions:
-    """Return the preferred predicted tree of each load: of a served engine that which can be launched, where one can."""
-    found: dict[SpeedupConditions, PredictedSpeedup] = {}
-    for advice in (advice for advice in launch if not advice.measured):
-        if advice.conditions not in found or advice.speedup > found[advice.conditions].speedup:
-            found[advice.conditions] = advice
-    advised = dict(found)
-    for row in predicted:
-        best = found.get(row.conditions)
-        if row.conditions not in advised and (best is None or row.preference > best.preference):
-            found[row.conditions] = row
-    return {
-        conditions: SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
-        for conditions, row in found.items()
-    }
-
-
-def _collect_measured(rows: Iterable[ResultRow], doubted: Collection[str]) -> Measurements:
-    """Return the measured trees of each load."""
-    found: Measurements = {}
-    for row in rows:
-        if row.is_plain or row.speedup is None or row.rate is not None:
-            continue
-        names, ends = (str(row.tree), str(row.checkpoint)), (row.speedup_low, row.speedup_high)
-        evidence = SpeedupEvidence(*names, row.speedup, *ends, row.stage, row.stage in doubted)
-        found.setdefault(row.conditions, []).append(evidence)
-    return found
 
 
 def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collection[str]) -> list[VerdictLine]:

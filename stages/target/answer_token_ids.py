@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stages.target import chat_template
-from stages.target.chat_template import Messages
 from stages.target.prompt_encoder import PromptEncoder
+from stages.target.template_facts import Messages
 
 
 class ServedAnswer(Protocol):

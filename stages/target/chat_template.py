@@ -5,8 +5,7 @@ span is found by rendering the conversation up to it, once with the generation p
 pattern over text. So any template works that renders an answer after the header it prompts with. An answer is tokenised
 behind its prompt, as it was generated: no token spans the two.
 
-What a template shows is found by rendering known words (`probe_template`): some take a content as a list of parts only, some
-ignore tools, and the key that switches thoughts on has two names.
+What a template shows is found by rendering known words (template_facts.py).
 
 The loss mask of a row is its answer. `encode_turns` gives one row per turn, with the history that serving would show (Qwen3
 and gpt-oss drop earlier thoughts).
@@ -15,33 +14,33 @@ and gpt-oss drop earlier thoughts).
 import copy
 import datetime
 import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import jinja2
-import jinja2.meta
-import jinja2.nodes
 from transformers import AutoTokenizer
 
-from stages.runtime.limited_call import call_limited
 from stages.target import foreign_files
-from stages.target.manifest import TemplateFacts
+from stages.target.template_facts import (
+    ANSWER,
+    ASK,
+    PROBES,
+    Messages,
+    apply_template,
+    facts_by_tokenizer,
+    fix_date,
+    probe_template,
+    write_as_parts,
+)
 
-Messages = list[dict[str, Any]]
 OWN_ANSWERS = (
     "the data's answers can't be masked by it: set sample_target.backend: transformers or server, which ask the target, or "
     "write a template whose history has what it prompts with (target.chat_template)"
 )
-THINKING_KEYS = ("enable_thinking", "thinking")  # Qwen3's and GLM's; Granite's, DeepSeek-V3.1's and Kimi's
-DATE = "strftime_now"  # the function by which a template reads today's date
-MOST_RENDERED = 1 << 20  # characters of a question of one word; a tokenizer takes minutes for ten million
 _closers_by_tokenizer: WeakKeyDictionary[Any, tuple[frozenset[int], tuple[str, ...]]] = WeakKeyDictionary()
 _marks_by_tokenizer: WeakKeyDictionary[Any, tuple[tuple[str, ...], str]] = WeakKeyDictionary()
-_facts_by_tokenizer: "WeakKeyDictionary[Any, TemplateFacts]" = WeakKeyDictionary()
 
 
 class TemplateRefusalError(ValueError):
@@ -61,119 +60,6 @@ def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | No
     return tokenizer
 
 
-_ASK, _ANSWER = {"role": "user", "content": "aeriequestion"}, {"role": "assistant", "content": "aerieanswer"}
-_CALL = {
-    "id": "aeriecall",  # nine letters: Mistral's template accepts no other id
-    "type": "function",
-    "function": {"name": "aeriefunction", "arguments": {"city": "aerieargument"}},
-}
-_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-_RESULT = {"role": "tool", "tool_call_id": "aeriecall", "name": "aeriefunction", "content": "aerieresult"}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "aerietool",
-        "description": "aeriedescription",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "a city"}}},
-    },
-}
-# Of each kind of what a row may hold: messages with it, their tools, and a word that their rendering must have.
-PROBES: dict[str, tuple[Messages, Messages | None, str]] = {
-    "questions": ([_ASK], None, "aeriequestion"),
-    "answers": ([_ASK, _ANSWER, _ASK], None, "aerieanswer"),
-    "system messages": ([{"role": "system", "content": "aeriesystem"}, _ASK], None, "aeriesystem"),
-    "tools": ([_ASK], [_TOOL], "aerietool"),
-    "tool calls": ([_ASK, _CALLING, _RESULT], [_TOOL], "aerieargument"),
-    "tool results": ([_ASK, _CALLING, _RESULT], [_TOOL], "aerieresult"),
-    "reasoning": ([_ASK, {**_ANSWER, "reasoning_content": "aeriethought"}], None, "aeriethought"),
-}
-ROLES_OF_PROBES = {"questions": "user", "answers": "assistant", "system messages": "system", "tool results": "tool"}
-
-
-def probe_template(tokenizer: Any) -> TemplateFacts:
-    """Return what the tokenizer's chat template shows, found once.
-
-    A kind that the template refuses, by an error, is not among those that it hides: each such row is refused by that error.
-    """
-    if tokenizer not in _facts_by_tokenizer:
-        _facts_by_tokenizer[tokenizer] = _probe(tokenizer)
-    return _facts_by_tokenizer[tokenizer]
-
-
-def _probe(tokenizer: Any) -> TemplateFacts:
-    """Return what the template shows. Raises ValueError where it has not rendered the known words within the limits.
-
-    In a child process: a template is a program of others, and no thread can stop one that computes inside C.
-    """
-    remedy = "give another: target.chat_template names a file in templates/"
-    return call_limited(partial(_probe_here, tokenizer), "rendering a question by the target's chat template", remedy)
-
-
-def _probe_here(tokenizer: Any) -> TemplateFacts:
-    parts: tuple[str, ...] = ()
-    for kind, role in ROLES_OF_PROBES.items():
-        if _is_shown(tokenizer, kind, parts) is False and _is_shown(tokenizer, kind, (*parts, role)):
-            parts = (*parts, role)
-    hides = tuple(kind for kind in PROBES if _is_shown(tokenizer, kind, parts) is False)
-    keys = tuple(key for key in THINKING_KEYS if key in _list_read_names(tokenizer.chat_template))
-    for kind in PROBES:  # what later renderings ask for must end too
-        for thinking in (True, False):
-            _is_shown(tokenizer, kind, parts, dict.fromkeys(keys, thinking))
-    return TemplateFacts(hides, parts, keys)
-
-
-def _is_shown(
-    tokenizer: Any, kind: str, parts: tuple[str, ...], settings: dict[str, bool] | None = None
-) -> bool | None:
-    """Return whether the template shows this kind, contents of the roles `parts` as parts; None where it refuses it."""
-    messages, tools, word = PROBES[kind]
-    header = messages[-1]["role"] != "assistant"
-    try:
-        text = _apply_template(tokenizer, _write_as_parts(messages, parts), header, tools, settings or {})
-    except MemoryError:
-        raise
-    except Exception:  # a template may raise anything
-        return None
-    if len(text) > MOST_RENDERED:
-        raise ValueError(f"it renders {len(text):,} characters, expected at most {MOST_RENDERED:,}")
-    return word in text
-
-
-def _list_read_names(template: str | dict[str, str]) -> set[str]:
-    """Return the names that the template reads and does not set."""
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
-    read: set[str] = set()
-    for text in filter(None, template.values() if isinstance(template, dict) else [template]):
-        try:
-            read |= jinja2.meta.find_undeclared_variables(environment.parse(text))
-        except jinja2.TemplateSyntaxError:  # a tag of transformers' own, as {% generation %}: by its words
-            read |= set(re.findall(r"\w+", text))
-    return read
-
-
-def reads_date(template: str | dict[str, str]) -> bool:
-    """Return whether the template shows today's date. Evaluates nothing."""
-    for text in template.values() if isinstance(template, dict) else [template]:
-        try:
-            parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
-        except (jinja2.TemplateSyntaxError, RecursionError):  # a tag of transformers' own, or what rendering tells
-            return re.search(rf"\b{DATE}\b", text) is not None
-        own = {macro.name for macro in parsed.find_all(jinja2.nodes.Macro)}
-        if DATE in {name.name for name in parsed.find_all(jinja2.nodes.Name)} - own:
-            return True
-    return False
-
-
-def fix_date(template: str | dict[str, str], day: datetime.date) -> str:
-    """Return the template with `day` for today, in every renderer: its function of the date is replaced by a macro."""
-    if isinstance(template, dict):  # transformers takes the one of this name where there are tools
-        tools, plain = template.get("tool_use"), template.get("default", "")
-        template = f"{{% if tools %}}\n{tools}{{% else %}}\n{plain}{{% endif %}}" if tools else plain
-    codes = sorted(set(re.findall(r"%-?[A-Za-z]", template)))
-    filters = "".join(f" | replace('{code}', '{value}')" for code in codes if (value := day.strftime(code)) != code)
-    return f"{{% macro {DATE}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
-
-
 def list_dated_prompts(
     tokenizer: Any, fixed: datetime.date, messages: Messages, thinking: bool | None, tools: Messages | None
 ) -> Iterator[list[int]]:
@@ -185,30 +71,8 @@ def list_dated_prompts(
     for ago in (*range((today - fixed).days + 2), -1):
         other = copy.copy(tokenizer)
         other.chat_template = fix_date(own, today - datetime.timedelta(ago))
-        _facts_by_tokenizer[other] = probe_template(tokenizer)
+        facts_by_tokenizer[other] = probe_template(tokenizer)
         yield encode_prompt(other, messages, thinking, tools)
-
-
-def list_hidden_kinds(tokenizer: Any, messages: Messages, tools: Messages | None) -> list[str]:
-    """Return which kinds of these messages and tools the chat template renders as nothing."""
-    held = {
-        "questions": any(m["role"] == "user" for m in messages),
-        "answers": any(m["role"] == "assistant" and m["content"] for m in messages),
-        "system messages": any(m["role"] == "system" and m["content"] for m in messages),
-        "tools": bool(tools),
-        "tool calls": any(m.get("tool_calls") for m in messages),
-        "tool results": any(m["role"] == "tool" and m["content"] for m in messages),
-    }
-    return [kind for kind in probe_template(tokenizer).hides if held.get(kind)]
-
-
-def describe_hidden(kinds: list[str] | tuple[str, ...]) -> str:
-    """Return that the chat template does not show these kinds, and what to do."""
-    return (
-        f"the target's chat template renders {' and '.join(kinds)} as nothing, so the target would be asked something else; "
-        "leave such rows out of the data, or write a template that shows them to templates/NAME.jinja and set "
-        "target.chat_template: NAME.jinja"
-    )
 
 
 def explain_unknown_token(tokenizer: Any, ids: list[int], vocab_size: int) -> str | None:
@@ -231,15 +95,6 @@ def list_rendered_tokens(tokenizer: Any) -> set[int]:
             with suppress(TemplateRefusalError):
                 found.update(encode_prompt(tokenizer, messages, thinking, tools))
     return found
-
-
-def check_thinking(tokenizer: Any, thinking: bool | None) -> None:
-    """Raise ValueError where `thinking` is asked for and the chat template reads it under no known name."""
-    if thinking is not None and not probe_template(tokenizer).thinking_keys:
-        raise ValueError(
-            f"params.yaml: sample_target.thinking is {str(thinking).lower()}, expected null: the target's chat template reads "
-            f"none of {', '.join(THINKING_KEYS)}, so prompts would be the same; set it to null"
-        )
 
 
 def build_template_kwargs(tokenizer: Any, thinking: bool | None) -> dict[str, bool]:
@@ -375,35 +230,15 @@ def _render_messages(
 ) -> str:
     if not messages and not header:
         return ""
-    written = _write_as_parts(messages, probe_template(tokenizer).parts)
+    written = write_as_parts(messages, probe_template(tokenizer).parts)
     try:
-        return _apply_template(tokenizer, written, header, tools, build_template_kwargs(tokenizer, thinking))
+        return apply_template(tokenizer, written, header, tools, build_template_kwargs(tokenizer, thinking))
     except Exception as error:  # a template may raise anything
         roles = ", ".join(str(message["role"]) for message in messages)
         raise TemplateRefusalError(
             f"the target's chat template refuses messages of the roles {roles}: {str(error) or repr(error)}; leave them out of "
             "the data, or write a template that takes them to templates/NAME.jinja and set target.chat_template: NAME.jinja"
         ) from None
-
-
-def _apply_template(
-    tokenizer: Any, messages: Messages, header: bool, tools: Messages | None, settings: dict[str, bool]
-) -> str:
-    """Return the rendered text. `reasoning_content` is given as `thinking` too, the key that gpt-oss's template reads."""
-    messages = [{**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages]
-    given: dict[str, Any] = settings | ({"tools": tools} if tools else {})
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header, **given)
-    return text
-
-
-def _write_as_parts(messages: Messages, roles: tuple[str, ...]) -> Messages:
-    """Return the messages, those of `roles` with texts as lists of one part, as SGLang and vLLM give them to such templates."""
-    return [
-        {**m, "content": [{"type": "text", "text": m["content"]}] if m["content"] else []}
-        if m["role"] in roles and isinstance(m["content"], str)
-        else m
-        for m in messages
-    ]
 
 
 def _cut_behind_end(tokenizer: Any, prompt: str, ids: list[int], eos: list[int], message: int) -> list[int]:
@@ -426,9 +261,8 @@ def find_closing_token(tokenizer: Any, known: set[int]) -> int | None:
 
     A header is none that closes: the text behind the answer is compared with those before the question and the answer.
     """
-    ask, answer = {"role": "user", "content": "aeriequestion"}, {"role": "assistant", "content": "aerieanswer"}
     special = tokenizer.get_added_vocab()
-    for messages in ([ask, answer], [ask, answer, {"role": "user", "content": "aerienext"}]):
+    for messages in ([ASK, ANSWER], [ASK, ANSWER, {"role": "user", "content": "aerienext"}]):
         with suppress(TemplateRefusalError):
             before, _, rest = _render_messages(tokenizer, messages, False, None).rpartition("aerieanswer")
             behind, opening = rest.partition("aerienext")[0].strip(), before.partition("aeriequestion")
@@ -463,8 +297,7 @@ def explain_rendered(tokenizer: Any, messages: Messages) -> str | None:
 def _find_turn_marks(tokenizer: Any) -> tuple[tuple[str, ...], str]:
     """Return the special tokens that open or close a user's turn or close an answer, and the header of an answer."""
     if tokenizer not in _marks_by_tokenizer:
-        question = [{"role": "user", "content": "aeriequestion"}]
-        turn, prompt = (_render_messages(tokenizer, question, header, None) for header in (False, True))
+        turn, prompt = (_render_messages(tokenizer, [ASK], header, None) for header in (False, True))
         special = {text for text, token in tokenizer.get_added_vocab().items() if token in tokenizer.all_special_ids}
         closers, _ = _find_closers(tokenizer)
         closing = {str(text) for text in tokenizer.convert_ids_to_tokens(sorted(closers))}

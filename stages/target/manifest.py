@@ -28,7 +28,7 @@ SAMPLE_BYTES, SAMPLE_EVERY = 4096, 4 << 20  # one block in every 4 MiB: 16 MB of
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """The part of messages that a chat template shows (`chat_template.probe_template`)."""
+    """The part of messages that a chat template shows (`template_facts.probe_template`)."""
 
     hides: tuple[str, ...] = ()  # kinds of what a row may hold that it renders as nothing, as "tools"
     parts: tuple[str, ...] = ()  # roles whose content it takes as a list of parts only

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.target import chat_template, manifest, vision
-from stages.target.chat_template import Messages
+from stages.target import chat_template, manifest, template_facts, vision
+from stages.target.template_facts import Messages
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PromptEncoder:
         image_processor: vision.CachedImageProcessor | None = None,
     ) -> "PromptEncoder":
         tokenizer = chat_template.load_tokenizer(folder, trust_remote_code, target.chat_template)
-        chat_template.check_thinking(tokenizer, thinking)
+        template_facts.check_thinking(tokenizer, thinking)
         end_token = chat_template.find_end_token(tokenizer, target.eos_token_ids)
         date = datetime.date.fromisoformat(target.date) if target.date else None
         return cls(tokenizer, target.eos_token_ids, target.vocab_size, end_token, thinking, image_processor, date)
@@ -80,14 +80,14 @@ class PromptEncoder:
 
     def explain_hidden(self, messages: Messages, tools: Messages | None) -> str | None:
         """Return which of these messages the chat template does not show, and what to do; None where it shows all."""
-        hidden = chat_template.list_hidden_kinds(self.tokenizer, messages, tools)
-        return chat_template.describe_hidden(hidden) if hidden else None
+        hidden = template_facts.list_hidden_kinds(self.tokenizer, messages, tools)
+        return template_facts.describe_hidden(hidden) if hidden else None
 
     def explain_hidden_answer(self, messages: Messages, answer_index: int, tools: Messages | None) -> str | None:
         """Return what `explain_hidden` does for a conversation up to an answer, whose own thoughts must be shown too."""
-        hides, answer = chat_template.probe_template(self.tokenizer).hides, messages[answer_index]
+        hides, answer = template_facts.probe_template(self.tokenizer).hides, messages[answer_index]
         if answer.get("reasoning_content") and "reasoning" in hides:
-            return chat_template.describe_hidden(["reasoning"])
+            return template_facts.describe_hidden(["reasoning"])
         return self.explain_hidden(messages[: answer_index + 1], tools)
 
     def explain_unknown_token(self, ids: list[int]) -> str | None:

@@ -1,7 +1,6 @@
 """`aerie preview data` says of each row what fix_data then does with it."""
 
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -72,32 +71,3 @@ def test_a_file_that_is_lost_whole_is_named_by_preview_and_stage(
         note,
         "fix_data: rows kept of each file: a.csv 6 of 6, b.jsonl 1 of 2, c.parquet 6 of 6, d.jsonl 0 of 4",
     ]
-
-
-CUT_TABLE = "place: Oslo\nunit: C\ndays[1]{date,low,high,rain,sky}:\n  2026-01-09,0"
-TEXT = "no TOON, set fix_data.answers: text (docs/data.md)"
-SCHEMA = "not of the schema data/tables/weather.yaml, set fix_data.tables to null or to a file of your own"
-
-
-@pytest.mark.parametrize(
-    ("answers", "row", "line"),
-    [
-        ("toon", {"prompt": "q", "answer": "Sunny."}, f"; if the answers are {TEXT}; if they are {SCHEMA}"),
-        ("toon", {"prompt": "q", "answer": CUT_TABLE}, f"; if the answers are {SCHEMA}; if they are {TEXT}"),
-        ("json", {"prompt": "q", "answer": "Sunny."}, "; if the answers are no JSON, set fix_data.answers: text (docs/data.md)"),
-        ("toon", {"prompt": "q", "answer": 5}, ""),
-        ("toon", {"text": "Sunny."}, "; fix_data.columns names the columns of another format"),
-        ("toon", {"prompt": "", "answer": "a"}, ""),
-    ],
-)  # fmt: skip
-def test_the_last_line_names_the_key_that_the_rows_are_dropped_by(
-    answers: str, row: dict[str, str | None], line: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bug: it named fix_data.columns where all answers were prose and fix_data.answers is toon."""
-    tables = "data/tables/weather.yaml" if answers == "toon" else None
-    edit_params(home, {"fix_data": {"answers": answers, "tables": tables}})
-    shutil.copytree(ROOT / "data/tables", "data/tables")
-    Path("z.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(SystemExit):
-        preview.main("5", "z.jsonl")
-    assert capsys.readouterr().out.splitlines()[-1] == f"docs/data.md says what each reason means{line}"

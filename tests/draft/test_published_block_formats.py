@@ -211,16 +211,10 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
         r"config.json: mask_token_id is 4, the token 't4' of ordinary text; expected one of the 23 rows .* that no text uses"),
     "a mask token that ends answers": (
         "dspark", DEEP, {"mask_token_id": 19}, keep, r"mask_token_id is 19, '<\|end\|>', which ends the target's answers"),
-    "a mask token outside the embedding": (
-        "dspark", SP, {"mask_token_id": V}, keep, "mask_token_id is 23, outside of the target's embedding; expected one of the"),
-    "a mask token by its name": (
-        "dflash", ZLAB, {"dflash_config": {"mask_token_id": None, "mask_token": "<|MASK|>"}}, keep,
-        "mask_token_id is None, expected a number"),
     # Feature layers
     "layers out of order": (
         "dflash", ZLAB, {"dflash_config": {"target_layer_ids": [2, 1, 4, 6]}}, keep,
         r"dflash_config.target_layer_ids \[2, 1, 4, 6\], layers left, expected ids in increasing order, each once"),
-    "a layer twice": ("dspark", DEEP, {"target_layer_ids": [1, 1, 4, 6]}, keep, "in increasing order, each once"),
     "layers beyond the target": (
         "dspark", DEEP, {"target_layer_ids": [1, 2, 4, 7]}, keep,
         r"target_layer_ids \[1, 2, 4, 7\], layers left, of a target of 8 layers, expected streams entering blocks 1 to 7"),
@@ -231,13 +225,6 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
     "layers that are not stored": (
         "dspark", SP, {"aux_hidden_state_layer_ids": [2, 3, 4, 7]}, keep,
         r"entering blocks \[2, 3, 4, 7\], .* without 4; set target.feature_layers to \[1, 2, 3, 4, 5, 6, 7\]"),
-    "no layers": ("dspark", DEEP, {"target_layer_ids": None}, keep, "lists no feature layers, expected target_layer_ids"),
-    "layers of other types": (
-        "dspark", DEEP, {"target_layer_ids": [1, 2, 4, 6], "aux_hidden_state_layer_ids": ["a"]}, keep,
-        r"aux_hidden_state_layer_ids\.0 is 'a', expected a valid integer"),
-    "two lists of layers": (
-        "dspark", DEEP, {"aux_hidden_state_layer_ids": [1, 2, 4, 6]}, keep,
-        r"entering blocks \[2, 3, 5, 7\] and \[1, 2, 4, 6\], expected one list"),
     # Another method
     "DFlash from its anchor": (
         "dflash", SP, {"sample_from_anchor": True}, keep,
@@ -245,8 +232,6 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
     "DSpark that fills in": (
         "dspark", DEEP, {"sample_from_anchor": False}, keep,
         r"sample_from_anchor is False, expected True for architectures \['Qwen3DSparkModel'\]: a checkpoint of another method"),
-    "the first slot by another name": (
-        "dflash", ZLAB, {"dflash_config": {"shift_label": True}}, keep, "dflash_config.shift_label is True, expected False"),
     "two methods": (
         "dspark", SF, {"architectures": ["DFlashDraftModel"]}, keep,
         r"architectures \['DFlashDraftModel'\], projector_type 'dspark', expected one of .*, and one method"),
@@ -257,34 +242,19 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
     "no Markov weights": (
         "dspark", DEEP, {}, drop_markov,
         r"markov_rank is 3, with no weights of it in the files; expected markov_head.markov_w1.weight and markov_head.markov_w2"),
-    "one Markov weight": (
-        "dspark", DEEP, {}, lambda t: t.pop("markov_head.markov_w2.weight"),
-        r"missing tensors \['markov_head.markov_w2.weight'\]"),
     "Markov weights without a rank": ("dspark", DEEP, {"markov_rank": 0}, keep, "markov_rank is 0, with markov_head.markov_w1"),
-    "no rank": ("dspark", SF, {"dflash_config": {"markov_rank": None}}, keep, "markov_rank is None, expected a number"),
     "a gated head": ("dspark", DEEP, {"markov_head_type": "gated"}, keep, "markov_head_type is 'gated', expected 'vanilla'"),
-    "a recurrent head": (
-        "dspark", SF, {"dflash_config": {"markov_head_type": "rnn"}}, keep, "dflash_config.markov_head_type is 'rnn'"),
     "another rank": ("dspark", DEEP, {"markov_rank": 5}, keep, r"markov_w1.weight is \(23, 3\), expected \(23, 5\)"),
     # Other models
     "causal and not": ("dflash", ZLAB, {"is_causal": False, "dflash_config": {"causal": True}}, keep, "expected one answer"),
     "sliding layers without a window": (
         "dflash", SP, {"transformer_layer_config": {"layer_types": ["sliding_attention", "full_attention"]}}, keep,
         "sliding_window None and use_sliding_window False; expected 2 of full_attention and sliding_attention"),
-    "a window of no layer": (
-        "dflash", ZLAB, {"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, keep, "use_sliding_window True"),
     "DFlash called DFlash2": (
         "dflash", ZLAB, {"architectures": ["DFlash2DraftModel"]}, keep, "conv_kernel_size is None, expected a number"),
-    "DFlash called DFlash2 by speculators": (
-        "dflash", SP, {"speculators_model_type": "dflash2"}, keep, "speculators_model_type 'dflash2'"),
-    "DFlash2 called DFlash": (
-        "dflash2", ZLAB, {"architectures": ["DFlashDraftModel"]}, keep, "conv_kernel_size is 2, expected none for .*DFlash2's"),
     "DFlash2 that scales its logits": (
         "dflash2", ZLAB, {"dflash_config": {"output_multiplier": 2.0}}, keep, "output_multiplier is 2.0, expected 1.0"),
-    "DFlash2 without a codebook": (
-        "dflash2", ZLAB, {}, lambda t: t.pop("candidate_selector.successor_codebook"), "missing .*successor_codebook"),
     "Domino": ("dflash", ZLAB, {"dflash_config": {"projector_type": "domino"}}, keep, "projector_type 'domino', expected one of"),
-    "LiLiCorr": ("dflash", ZLAB, {"architectures": ["LiLiCorrDraftModel"]}, keep, "'LiLiCorrDraftModel'"),
     "a part of the vocabulary": (
         "dflash", SP, {"draft_vocab_size": 5}, lambda t: t.update({"d2t": torch.zeros(5).long(), "lm_head.weight": HIDDEN[:5]}),
         "draft_vocab_size is 5, expected the target's 23: a block draft shares the target's head"),
@@ -292,27 +262,18 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
     "another layer": ("dflash", ZLAB, {"model_type": "deepseek_v4"}, keep, "model_type is 'deepseek_v4', expected 'qwen3'"),
     # Sizes and tensors
     "another width": ("dflash", ZLAB, {"hidden_size": 32}, keep, r"hidden_size is 32, the target's \(a/target\) 16"),
-    "another vocabulary": ("dspark", DEEP, {"vocab_size": 24}, keep, r"vocab_size is 24, the target's \(a/target\) 23"),
-    "no size": ("dspark", DEEP, {"head_dim": None}, keep, "lacks head_dim; expected the config of a block draft"),
-    "no block size": ("dflash", ZLAB, {"block_size": None}, keep, "block_size is None, expected a number"),
     "two block sizes": (
         "dflash", ZLAB, {"dflash_config": {"block_size": 16}}, keep,
         "block_size 4 and dflash_config.block_size 16, expected one value"),
     "a wider block than was trained": (
         "dflash", SP, {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}}, keep,
         "speculative_tokens is 4, expected at most 3, the drafts of a block of 4 of the method dflash: a wider block than the"),
-    "a block of nothing": ("dflash", ZLAB, {"block_size": 1}, keep, "config.json: block_size is 1, expected at least 2"),
     "RoPE on three axes": (
         "dflash", ZLAB, {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, keep,
         "expected RoPE on one axis"),
     "a missing tensor": (
         "dspark", DEEP, {}, lambda t: t.pop("layers.1.mlp.up_proj.weight"),
         r"missing tensors \['layers.1.mlp.up"),
-    "an unknown tensor": (
-        "dspark", DEEP, {}, lambda t: t.update({"markov_head.gate_proj.weight": HIDDEN}),
-        r"unknown \['markov_head.gate_proj.weight'\]"),
-    "no confidence head": (
-        "dspark", SP, {}, lambda t: t.pop("confidence_head.proj.bias"), r"missing tensors \['confidence_head.proj.bias'\]"),
     "other features than its list": (
         "dspark", DEEP, {"target_layer_ids": [1, 2, 6]}, keep, r"fc.weight is \(16, 64\), expected \(16, 48\)"),
     "eight bits": (

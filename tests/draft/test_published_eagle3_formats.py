@@ -1,8 +1,6 @@
 """We read the drafts that other trainers write, in every spelling, and refuse what we cannot run."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -167,21 +165,15 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any], str
         {}, lambda t: t["midlayer.mlp.up_proj.weight"][0].fill_(torch.nan),
         r"\.safetensors: \S*midlayer.mlp.up_proj.weight holds 8 NaN or infinite values of 160, expected finite .* export the"),
     "two layers": ({"num_hidden_layers": 2}, lambda t: None, "num_hidden_layers is 2, expected 1"),
-    "another layer's tensors": ({}, lambda t: t.update({"layers.1.mlp.up_proj.weight": HEAD}), r"unknown \['layers.1.mlp"),
     "MLA": ({"kv_lora_rank": 512}, lambda t: None, "kv_lora_rank is 512, expected None"),
     "biases": ({"attention_bias": True}, lambda t: None, "attention_bias is True, expected False"),
-    "bias tensors": ({}, lambda t: t.update({"fc.bias": torch.zeros(H)}), r"unknown \['fc.bias'\]"),
-    "another activation": ({"hidden_act": "gelu"}, lambda t: None, "hidden_act is 'gelu', expected 'silu'"),
-    "four feature layers": ({"num_aux_hidden_states": 4}, lambda t: None, "num_aux_hidden_states is 4, expected 3"),
     "EAGLE-1": ({}, lambda t: t.update({"fc.weight": torch.zeros(H, 2 * H)}), r"fc.weight is \(8, 16\), expected \(8, 24\)"),
     "no features": ({"eagle_config": {"use_aux_hidden_state": False}}, lambda t: None, "use_aux_hidden_state is False"),
     "parts of a rotation": (
         {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}, lambda t: None, "partial_rotary_factor is 0.5"),
     "two thetas": ({"rope_theta": 1e4}, lambda t: None, "rope_theta is 10000.0 and in rope_parameters 500000.0"),
     "another width": ({"hidden_size": 16}, lambda t: None, r"hidden_size is 16, the target's \(a/target\) 8"),
-    "another vocabulary": ({"vocab_size": 31}, lambda t: None, r"vocab_size is 31, the target's \(a/target\) 30"),
     "an embedding of its own": ({"target_hidden_size": 16}, lambda t: None, "target_hidden_size is 16, expected 8"),
-    "a config without sizes": ({"hidden_size": None}, lambda t: None, "lacks hidden_size"),
     "SGLang's layers": (
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 31]}}, lambda t: None,
         r"as SGLang counts.* entering blocks \[2, 18, 32\], .* set target.feature_layers to \[2, 18, 32, 33\]"),
@@ -191,22 +183,16 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any], str
     "layers in another order": (
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [17, 1, 32]}}, lambda t: None,
         r"layer_ids \[17, 1, 32\], as SGLang counts, expected ids in increasing order"),
-    "two feature layers": ({"eagle_aux_hidden_state_layer_ids": [2, 33]}, lambda t: None,
-                           r"\[2, 33\], as vLLM counts, expected 3 ids"),
     "lists that disagree": (
         {"eagle_aux_hidden_state_layer_ids": [2, 18, 33],
          "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}}, lambda t: None,
         r"entering blocks \[3, 19, 34\] and \[2, 18, 33\], expected one list"),
     "a missing norm": ({}, lambda t: t.pop("midlayer.hidden_norm.weight"), r"missing tensors \['midlayer.hidden_norm"),
-    "a norm unnamed": ({}, lambda t: t.update({"fc_norm.0.weight": torch.ones(H)}), r"unknown \['fc_norm.0"),
     "a tensor under two names": ({}, lambda t: t.update({"model.fc.weight": HEAD}), "fc.weight under two names"),
     "token ids for offsets": ({}, lambda t: t.update(d2t=torch.tensor(CHOSEN)), "d2t holds no offsets"),
-    "a token twice": ({}, lambda t: t.update(d2t=torch.tensor([3, 3, 9, 8, 8])), "d2t holds no offsets"),
-    "a map of floats": ({}, lambda t: t.update(d2t=t["d2t"].float()), "d2t is torch.float32"),
     "a map too short": ({}, lambda t: t.update(d2t=t["d2t"][:4]), r"expected int64 \(5,\)"),
     "no map": ({}, lambda t: (t.pop("d2t"), t.pop("t2d")), "has no d2t"),
     "maps that disagree": ({}, lambda t: t.update(t2d=t["t2d"].roll(1)), "t2d does not mark the tokens that d2t lists"),
-    "no head": ({}, lambda t: t.pop("lm_head.weight"), "has no lm_head.weight"),
     "numbers of eight bits": (
         {}, lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}), "holds float32, float8_e4m3fn"),
 }  # fmt: skip
@@ -241,7 +227,7 @@ def test_a_draft_without_a_list_for_a_target_of_few_blocks_is_refused(
     assert eagle3_checkpoint.read_feature_layers(found.config, num_layers) == stored, "as the message advises"
 
 
-def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, tensors = export_own_draft(tmp_path)
     folder = publish(tmp_path / "theirs", config, tensors)
     (folder / "model.safetensors").unlink()
@@ -252,8 +238,8 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:
         ValueError, match=r"pytorch_model.bin, a pickle, which runs code .* weights_only=True"
     ) as refusal:
         read(folder)
-    code = str(refusal.value).split('python -c "')[1].split('"')[0]
-    assert subprocess.run([sys.executable, "-c", code], cwd=folder).returncode == 0
+    monkeypatch.chdir(folder)
+    exec(str(refusal.value).split('python -c "')[1].split('"')[0], {})
     assert read(folder).config == config
 
 

@@ -69,3 +69,17 @@ def test_checkpoints_that_are_left_without_a_tree_are_refused_all_at_once() -> N
     ):  # fmt: skip
         assert takes in line
     assert "e009 " not in line
+
+
+def test_the_committed_trees_can_all_be_replayed() -> None:
+    """A served tree that the replay's grid doesn't hold could not be compared with its prediction."""
+    p = schema.load_params()
+    assert set(p.benchmark.trees) <= {tree.name for tree in p.replay_trees.list_trees()}
+
+
+def test_a_grid_without_one_tree_is_refused() -> None:
+    """Bug: it was accepted, and replay_trees then wrote an empty table."""
+    grid = {"num_steps": [1], "topk": [2], "num_draft_tokens": [6]}
+    set_values({("replay_trees", key): values for key, values in grid.items()})
+    (line,) = list_problems()
+    assert line.startswith("replay_trees: no tree of num_steps [1], topk [2] and num_draft_tokens [6]")

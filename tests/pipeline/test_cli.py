@@ -2,48 +2,14 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import typer
 
 from pipeline import cli, commands, doctor, dvc_graph, estimate, promotion, recipes, reproduce
 from tests.conftest import ROOT
-
-COMMANDS = (
-    "run", "stale", "use", "estimate", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker",
-    "doctor", "preview", "fetch", "export", "write-questions",
-)  # fmt: skip
-
-
-def read_help(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    cli.run_command_line([*words, "--help"])
-    return " ".join(capsys.readouterr().out.split())
-
-
-def test_the_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = read_help(capsys)
-    listed = whole[whole.index("Run the pipeline:") :]
-    for name in COMMANDS:
-        assert re.search(rf" {name} [A-Z]", listed), name
-        shown = read_help(capsys, name)
-        assert shown.startswith(f"Usage: aerie {name} ") and len(shown) > 60, name
-        assert re.search(rf" Example: (\w+=\S+ )*aerie {name}\b", shown), name
-    assert "aerie reproduce angelslim-qwen3-8b --dry-run" in whole and "docs/guide.md" in whole
-    assert set(typer.main.get_command(cli.app).commands) == set(COMMANDS)  # type: ignore[attr-defined]
-
-
-def test_make_help_lists_every_target_and_variable() -> None:
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    makefile = (ROOT / "Makefile").read_text()
-    targets = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
-    assert targets and set(re.findall(r"^  make ([a-z-]+) +\S", shown, re.MULTILINE)) == set(targets[1].split())
-    for name in re.findall(r"^(\w+) \?=", makefile, re.MULTILINE):
-        assert re.search(rf"^  {name}=\S* +\S", shown, re.MULTILINE), name
 
 
 @pytest.mark.parametrize(
@@ -83,44 +49,6 @@ def test_a_command_prints_the_lines_of_its_function(
     printed = capsys.readouterr()
     assert calls == [given] and printed.out == "one line\nanother\n"
     assert printed.err == ("a note\n" if words == ["table"] else "")
-
-
-def test_ctrl_c_ends_with_130_and_says_that_nothing_is_lost(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(verbose: bool) -> list[str]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(commands, "run_graph", interrupt)
-    with pytest.raises(SystemExit) as ended:
-        cli.run_command_line(["run"])
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == "aerie: stopped; what has finished is kept, `aerie run` goes on with the rest\n"
-
-
-def test_ctrl_c_of_a_flow_in_a_terminal_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bug: `python -m pipeline.flows` ended in Prefect's traceback, killed by its own signal."""
-    from pipeline import flows
-
-    def interrupt(return_state: bool) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)
-
-    monkeypatch.setattr(flows, "require_server", lambda: None)
-    monkeypatch.setattr(flows.commands, "check_run_params", lambda: None)
-    monkeypatch.setattr(flows, "build", interrupt)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            flows.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == (
-        "aerie: stopped; what has finished is kept, `python -m pipeline.flows` goes on with the rest\n"
-    )
 
 
 @pytest.mark.parametrize("words", [["start"], ["worker", "--limit", "0"], ["worker", "--limit", "many"], ["drop"]])

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from pipeline import estimate, reproduce
-from pipeline.cli import run_command_line
 from stages.params import schema
 from stages.reproduce import data_size
 from stages.reproduce import estimate as arithmetic
@@ -45,16 +44,3 @@ def test_another_file_of_parameters_is_estimated_and_changes_nothing(home: Path)
     assert rows["together"].startswith("21 - "), "no rates of a CPU were measured"
     assert rows["to"] == "get before the run: data/raw/weather_toon.jsonl, data/tables/weather.yaml"
     assert not (home / "params.yaml").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--gpu", "b200"], "--gpu is b200, expected one of h200, h100"),
-        (["weather-tiny", "--params", "mine.yaml"], "expected a recipe or --params FILE, found both"),
-        (["nothing"], "there is no recipe recipes/nothing.yaml"),
-    ],
-)
-def test_wrong_words_are_one_line(home: Path, words: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
-        run_command_line(["estimate", *words])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cli, dvc_graph, freshness, workspaces
-from pipeline.commands import describe_outdated, list_stale, run_graph
+from pipeline import dvc_graph, freshness, workspaces
+from pipeline.commands import describe_outdated
 from tests.conftest import ROOT
 from tests.pipeline.conftest import Project, give_params, make_project, run_dvc_cli
 
@@ -175,30 +175,3 @@ def test_a_disk_that_is_read_only_or_full_is_one_line(fresh_project: Project, tm
     ):
         status, line = run_limited(limit, tmp_path / "full", *words)
         assert status == 1 and line.count("\n") == 1 and re.match(f"aerie: {message}", line), line
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [
-        ("title:", "tilte:", "report.tilte: unknown key (did you mean title?)"),
-        ("t5_4_16, t10_2_32", "t8_9_2_16, t10_2_32", "benchmark.trees"),
-        ("raw: raw.csv", "raw: row.csv", "fix_data.raw is row.csv, which does not exist"),
-    ],
-)
-def test_stale_refuses_wrong_parameters_as_a_run_does(
-    fresh_project: Project, right: str, wrong: str, message: str
-) -> None:
-    """Bug: a misspelt key or tree passed; DVC tracks values and knows of no schema."""
-    valid = Path("params.yaml").read_text()
-    assert right in valid and list(list_stale()) == ["nothing is stale"]
-    Path("params.yaml").write_text(valid.replace(right, wrong))
-    with pytest.raises(ValueError, match=re.escape(message)) as by_run:
-        list(run_graph())
-    for _ in range(2):  # an invalid file is never taken for a known one
-        with pytest.raises(ValueError, match=re.escape(message)) as by_stale:
-            list(list_stale())
-        assert str(by_stale.value) == str(by_run.value)
-    with pytest.raises(SystemExit, match=re.escape(f"aerie: {by_run.value}")):
-        cli.run_command_line(["stale"])
-    Path("params.yaml").write_text(valid)
-    assert list(list_stale()) == ["nothing is stale"]

@@ -136,19 +136,3 @@ def test_a_disk_or_a_gpu_that_is_too_small_is_refused(
     with pytest.raises(SystemExit, match=r"GPU memory: 3\.96 GiB of weights on 1 GPU; spread a copy over more GPUs"):
         run_command_line(["reproduce", "qwen3-vl-2b-weather"])
     assert dvc_runs == []
-
-
-@pytest.mark.parametrize(
-    ("words", "printed"),
-    [
-        ([], "aerie: expected a command, found none"),
-        (["use"], "Missing argument .* Found: use; run: aerie use --help"),
-        (["reproduce", "weather-tiny", "--fast"], "Found: reproduce weather-tiny --fast"),
-        (["reproduce", "weather-tiny", "--dry-run", "--compare"], "expected --dry-run or --compare, found both"),
-        (["reproduce", "mine.yaml"], "mine.yaml has no block `recipe`, expected one that says what it reproduces"),
-    ],
-)
-def test_wrong_arguments_of_reproduce(home: Path, words: list[str], printed: str) -> None:
-    (home / "mine.yaml").write_text("report: {title: mine}\n")
-    with pytest.raises(SystemExit, match=printed):
-        run_command_line(words)

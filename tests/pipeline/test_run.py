@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,13 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import processes, recipes, workspaces
+from pipeline import processes, workspaces
 from pipeline.resources import try_lock
 from pipeline.run_display import locate_log
-from stages.params import schema
 from stages.telemetry import unfinished
 from tests.conftest import has_ended
-from tests.pipeline.conftest import REPO, Project, give_params
+from tests.pipeline.conftest import Project, give_params
 
 RUN = [sys.executable, "-m", "pipeline", "run"]
 
@@ -99,18 +97,6 @@ def test_all_stages_run_by_one_dvc_and_a_second_run_finds_nothing_stale(project:
     assert len(dvcs) == 2 and len(set(dvcs)) == 1
     again = run()
     assert (again.returncode, again.stdout) == (0, "nothing is stale\n")
-
-
-def test_a_truncated_dvc_lock_is_repaired_and_the_run_continues(committed: Project) -> None:
-    """Bug: `make run` met a dvc.lock that a kill had cut with a traceback, where the flow takes the last commit's."""
-    committed.write_stage("last", "# edited")
-    lock_file = committed.root / "dvc.lock"
-    text = lock_file.read_text()
-    lock_file.write_text(text[: text.rindex("md5: ") + 2])  # in the midst of a key
-    done = run()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "dvc.lock was cut by a kill; restored from the last commit" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr and committed.locked() == {"first", "middle", "last"}
 
 
 def test_a_dvc_lock_with_the_conflicts_of_a_merge_is_left_to_the_user(committed: Project) -> None:
@@ -251,18 +237,3 @@ def test_no_second_process_runs_a_stage_that_a_killed_dvc_has_left(project: Proj
         Path("go").touch()
     assert has_ended(stage)
     assert run().returncode == 0
-
-
-def test_use_own_is_a_short_file_whose_lines_to_fill_in_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(REPO / "params.yaml", tmp_path)
-    shutil.copytree(REPO / "recipes", tmp_path / "recipes")
-    monkeypatch.chdir(tmp_path)
-    told = recipes.use_recipe("own")
-    assert [line.split()[0] for line in told[1:-2]] == ["model:", "device:", "dtype:", "raw:"]
-    own = schema.load_params()
-    assert (own.fix_data.answers, own.train_draft.muon_learning_rate) == ("text", 0.004)  # not the toy's
-    assert Path("params.yaml.before-own").read_text() == (REPO / "params.yaml").read_text()
-    with pytest.raises(ValueError, match="expected no --keep"):
-        recipes.use_recipe("own", keep=True)

@@ -137,14 +137,3 @@ def test_a_log_that_can_not_be_written_is_a_note(capsys: pytest.CaptureFixture[s
     Path("logs").write_text("no folder")
     assert show(OUTPUT).failed == []
     assert "note: logs/fix_data.log not written (File exists)" in capsys.readouterr().out
-
-
-def test_on_a_terminal_a_bar_names_the_running_stage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run_display.sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    show(OUTPUT)
-    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
-    assert re.search(r"[\r\n]train_draft@e003 +restored\n", printed) and re.search(r"report 100% .* [23]/3 ", printed)

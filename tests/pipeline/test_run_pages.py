@@ -1,7 +1,6 @@
 """What a run's page says, without a server: its name, its error, the verdict of its report."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,6 @@ import pytest
 from pipeline import report_artifact
 from pipeline.dvc_output import find_error
 from pipeline.forms import Changes, Sweep
-from pipeline.progress import is_ours
-from pipeline.run_names import list_tags, name_build, name_sweep
 from stages.params.schema import load_params
 
 CONCLUSION = "ERROR: failed to reproduce 'fit': failed to run: python -m stages.fit, exited with 1"
@@ -41,27 +38,6 @@ NO_MEMORY_LEFT = f"killed (SIGKILL), which the kernel does where memory is short
 def test_the_error_of_a_stage_is_one_line(lines: list[str], expected: list[str] | str | None) -> None:
     """Bug: a failed run's message held ten lines of log, bars among them, and the pages showed it three times."""
     assert find_error(lines) == (expected[0] if isinstance(expected, list) else expected)
-
-
-def test_prefects_own_lines_on_states_are_hidden() -> None:
-    """Bug: `Task run failed with state: Failed(message="...\\\\n...")` and `NoneType: None` below it."""
-
-    def is_shown(text: str) -> bool:
-        return is_ours(logging.LogRecord("prefect.task_runs", logging.ERROR, "", 0, text, (), None))
-
-    assert not is_shown("Task run failed with %s: %r") and not is_shown("Finished in state Failed('x')")
-    assert is_shown("last is stale: last.py modified")
-
-
-def test_runs_are_named_and_tagged_by_what_they_do(home: Path) -> None:
-    now = load_params()
-    assert name_sweep(Sweep(trees=["t4_2_8"]), now) == "sweep t4_2_8 at e009"
-    wide = Sweep(
-        trees=["t4_2_8", "t5_1_6", "t5_2_8", "t8_2_16"], checkpoints=["e003"], workloads=["eval"], engine="served"
-    )
-    assert name_sweep(wide, now) == "sweep 4 trees at e003 on eval, served"
-    assert name_build(Changes(epochs=[3], other={"train_draft.seed": 1})) == "build epochs 3, train_draft.seed 1"
-    assert list_tags(now, "weather-tiny") == ["checkpoint:e009", "workload:eval", "recipe:weather-tiny"]
 
 
 def test_lists_are_replaced_or_added_to(home: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -83,23 +82,6 @@ def test_promote_refuses_what_would_lose_something(in_git) -> None:
     assert "params.yaml of a later commit differ" in promote("one")
     list(workspaces.drop_run("one"))
     assert not made.exists()
-
-
-def test_a_second_run_here_waits_for_the_first(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    printed, order = threading.Event(), []
-
-    def second() -> None:
-        with workspaces.hold_workspace(lambda line: printed.set()):
-            order.append("second")
-
-    with workspaces.hold_workspace(pytest.fail):
-        waits = threading.Thread(target=second)
-        waits.start()
-        assert printed.wait(60)
-        order.append("first")
-    waits.join(60)
-    assert order == ["first", "second"]
 
 
 TREES = """

@@ -113,16 +113,6 @@ def test_a_defect_is_named(tmp_path: Path, key_path: str, value: Any, message: s
     assert "small.yaml" in str(raised.value)
 
 
-def test_what_is_not_yaml_or_not_there(tmp_path: Path) -> None:
-    (tmp_path / "small.yaml").write_text("title: a\ntitle: b\n")
-    with pytest.raises(ValueError, match=r"small\.yaml is not valid YAML"):
-        published.read_publication(tmp_path / "small.yaml")
-    with pytest.raises(ValueError, match=r"other\.yaml not found; restore it"):
-        published.read_publication(tmp_path / "other.yaml")
-    with pytest.raises(ValueError, match="holds no publication"):
-        published.read_publications(tmp_path / "nowhere")
-
-
 def test_a_csv_beside_the_file(tmp_path: Path) -> None:
     table = {"where": "here", "columns": ["batch_and_tree", "tau"], "csv": "points.csv"}
     path = written(tmp_path, SMALL | {"tables": [table]})

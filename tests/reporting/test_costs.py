@@ -166,8 +166,13 @@ CONFIGS: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("engine", SERVED)
-@pytest.mark.parametrize("family", CONFIGS)
+ADVISED = [
+    *(("eagle3", engine) for engine in SERVED),
+    *((family, "sglang") for family in CONFIGS if family != "eagle3"),
+]
+
+
+@pytest.mark.parametrize(("family", "engine"), ADVISED)
 def test_the_advised_command_is_the_measured_one(
     project: schema.Params, family: str, engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

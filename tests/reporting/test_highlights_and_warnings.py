@@ -48,19 +48,3 @@ def test_a_cell_measured_beside_a_busy_process_is_marked_and_named_at_the_top(
     verdict = json.loads(report.METRICS_FILE.read_text())["verdict"]
     assert verdict["kind"] == "launch" and printed.startswith(f"{verdict['text']}\n")
     assert f"<h1>{made_up.report.title}</h1>" in page and f'<p class="headline">{verdict["text"]}.</p>' in page
-
-
-def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_up: schema.Params) -> None:
-    report.main()
-    metrics = json.loads(report.METRICS_FILE.read_text())
-    taus: dict[str, list[float]] = {}
-    for line in _lines(report.REPLAY_TABLE):
-        taus.setdefault(line["checkpoint"], []).append(float(line["tau"]))
-    means = {name: sum(values) / len(values) for name, values in taus.items()}
-    assert metrics["best_checkpoint"] == max(means, key=means.__getitem__)
-    for name, found in metrics["checkpoints"].items():
-        assert found["mean_replay_tau"] == pytest.approx(means[name])
-        mine = [row for row in _lines(ResultRow.TABLE) if row["checkpoint"] == name]
-        assert found["best_by_tau"]["tau"] == max(float(row["tau"]) for row in mine)
-        assert found["best_by_speedup"]["speedup"] == max(float(row["speedup"]) for row in mine)
-        assert found["best_by_speedup"]["speedup_low"] > 1

@@ -141,21 +141,6 @@ def find_serious(page: Any, where: str = "html") -> list[str]:
     return [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")]
 
 
-def test_tables_pictures_and_boxes_have_names(open_page: Open) -> None:
-    page = open_page(1920)
-    nameless = {
-        "table:not(:has(> caption span:not(:empty)))", "th:not([scope])", ".scroll:not([tabindex='0'][role=region][aria-label])",
-        "pre:not([tabindex='0'][role=region][aria-label])", ".plot > svg:first-child:not([role=img]:has(> title:not(:empty)))",
-    }  # fmt: skip
-    assert {selector: page.locator(selector).count() for selector in nameless} == dict.fromkeys(nameless, 0)
-    assert page.locator(".plot").count() >= 14 and page.locator("table").count() >= 14
-    box = page.locator(".scroll").first
-    box.focus()
-    page.keyboard.press("Shift+Tab")
-    page.keyboard.press("Tab")
-    assert box.evaluate("(box) => getComputedStyle(box).outlineStyle") == "solid"
-
-
 # The script
 
 

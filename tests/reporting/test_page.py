@@ -7,16 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
 from stages import report
 from stages.cells import replay_records
-from stages.cells.cell import Cell
 from stages.cells.replay_records import TreeBucket
 from stages.params import schema
 from stages.runtime import atomic
 from tests.conftest import ROOT
-from tests.reporting.made_up_results import INSIDE, PICTURE, PLOTS, _made_up_report, made_up_inside, make_up_import
+from tests.reporting.made_up_results import INSIDE, PICTURE, PLOTS, _made_up_report, made_up_inside
 
 
 def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params) -> None:
@@ -55,32 +53,6 @@ def test_the_advice_starts_without_the_heavy_libraries() -> None:
     code = "import sys, stages.report; print(*{'matplotlib', 'jinja2', 'polars', 'torch', 'numpy'} & set(sys.modules))"
     heavy = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert heavy.stdout.split() == []
-
-
-def test_where_nothing_is_trained_the_page_has_no_curves(made_up: schema.Params) -> None:
-    """Drafts that were all imported: no loss, no accuracy, and their cells and replays all the same."""
-    for kind in ("e003", "e009"):
-        Path(f"results/train/{kind}.json").unlink()
-    for tree in made_up.benchmark.trees:
-        Cell.read("torch", "eval", "e009", tree).model_copy(update={"checkpoint": "theirs"}).write()
-    for kind in (".csv", ".inside.csv", ".groups.csv"):
-        text = Path(f"results/replay/e009{kind}").read_text().replace("e009", "theirs")
-        atomic.write_text(Path(f"results/replay/theirs{kind}"), text)
-    whole = YAML(typ="safe").load(Path("params.yaml").read_text())
-    whole["train_draft"]["checkpoints"] = {}
-    whole["import_draft"]["checkpoints"] = {"theirs": {"model": "someone/theirs", "revision": None, "rope_theta": None}}
-    for section in ("replay_trees", "benchmark", "benchmark_served"):
-        whole[section]["checkpoints"] = ["theirs"]
-    make_up_import("theirs")
-    with Path("params.yaml").open("w") as file:
-        YAML(typ="safe").dump(whole, file)
-    report.main()
-    page = Path("results/report/index.html").read_text()
-    assert (
-        "someone/theirs, imported" in page
-        and "Loss per epoch" not in page
-        and "Drafts accepted in a verify cycle" in page
-    )
 
 
 def test_warnings_of_sampling_are_with_the_verdict(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:

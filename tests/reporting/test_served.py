@@ -4,8 +4,7 @@ from typing import Any
 
 from stages.cells import table
 from stages.cells.table import ResultRow
-from stages.reporting import served, served_sweeps, tables
-from tests.served_cells import join, made_up, point
+from stages.reporting import served_sweeps, tables
 
 
 def with_speedups(speedups: dict[tuple[int, int | None], float], tree: str = "t5_1_6", **keys: Any) -> list[ResultRow]:
@@ -76,21 +75,3 @@ def test_the_terminal_says_what_is_off_apart_or_lost() -> None:
     )
     assert lost.endswith("2 of 8 requests failed") and apart == "! 8_2_16, 64 x 4: not compared: gpu"
     assert cannot == "! 8_3_16: unsupported: topk; replayed, its tau is 4.20"
-
-
-def test_a_tau_that_few_prompts_may_explain_is_off_and_says_so() -> None:
-    far = {"replay_agrees": "no", "replay_ratio": 0.7, "replay_tau": 3.0, "tau": 2.1, "tau_low": 1.5}
-    (sure,) = with_speedups({(64, 4): 1.5}, tau_high=2.9, **far)
-    (few,) = with_speedups({(64, 4): 1.5}, tau_high=3.1, **far)
-    assert "so few prompts" not in tables.explain_tau_gap(sure) and tables.explain_tau_gap(few).endswith(
-        "so few prompts may explain it; ask more."
-    )
-
-
-def test_failed_requests_and_the_cells_warnings_are_listed() -> None:
-    lost = point(64, 4, 0.01, tau=2.9, repeats=2, warnings=["the GPU was not empty"])
-    lost["loads"][0] |= {"failed": {"timeout": 2}}
-    lost["loads"][1] |= {"failed": {"timeout": 1, "cut": 1}}
-    baseline = made_up("eval", points=[point(64, 4, 0.02, repeats=2)])
-    found = served._list_warnings(join([baseline, made_up("eval", "e009", "t5_1_6", [lost])]))
-    assert [text for _, text in found] == ["the GPU was not empty", "16 requests, of them failed: timeout 3, cut 1"]

@@ -2,45 +2,23 @@
 
 import json
 import re
-import shutil
 
 import pytest
 
 from stages import report
 from stages.cells import replay_records
-from stages.cells.cell import CELLS_FOLDER, locate_cell
+from stages.cells.cell import locate_cell
 from stages.cells.table import ResultRow
 from stages.params import schema
 from stages.reporting import latencies
 from tests.conftest import EVAL
-from tests.reporting.made_up_results import (
-    ELSEWHERE,
-    PICTURE,
-    PLOTS,
-    TREES,
-    Row,
-    _lines,
-    make_up_served,
-    replayed,
-    serve,
-    words,
-    write_cell,
-)
+from tests.reporting.made_up_results import ELSEWHERE, Row, _lines, make_up_served, replayed, serve, words, write_cell
 from tests.served_cells import made_up as served_cell
-from tests.served_cells import point, sweep
+from tests.served_cells import point
 
 
 def served_lines() -> list[Row]:
     return [row for row in _lines(ResultRow.TABLE) if row["in_turns"] == "False"]
-
-
-def test_without_served_workloads_nothing_of_them_is_shown(
-    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report.main()
-    assert "served" not in json.loads(report.METRICS_FILE.read_text()) and "served by" not in capsys.readouterr().out
-    for heading in (">Served</h2>", "When not to speculate", "Servers and their flags", "highest speedup served"):
-        assert heading not in report.PAGE_FILE.read_text()
 
 
 def test_served_cells_stand_beside_plain_decoding_and_replays(
@@ -77,31 +55,6 @@ def test_a_tau_far_from_the_replayed_one_is_a_red_row_that_says_why(made_up: sch
     assert page.count('<tr class="off">') == 1
     assert f"is 0.70 of the replayed {replayed('t5_1_6'):.2f}. A replay accepts exactly what this draft" in words(page)
     assert json.loads(report.METRICS_FILE.read_text())["served"]["off_replay"] == 1
-
-
-def test_a_sweep_says_when_not_to_speculate(made_up: schema.Params) -> None:
-    serve({"sweep": {**EVAL, "max_new_tokens": [16, 64], "concurrency": [1, 16, 64], "repeats": 2}})
-    write_cell(served_cell("sweep", points=sweep([16, 64], [1, 16, 64], lambda tokens, cap: 0.02, repeats=2)))
-    pace = {1: 0.01, 16: 0.0135, 64: 0.04}
-    for tree, gain in zip(TREES, (1.0, 1.2), strict=True):
-        points = sweep([16, 64], [1, 16, 64], lambda tokens, cap, gain=gain: pace[cap] / gain, repeats=2, tau=2.9)
-        write_cell(served_cell("sweep", "e009", tree, points))
-    report.main()
-    page = report.PAGE_FILE.read_text()
-    said = words(page)
-    assert page.count(PICTURE) == PLOTS + 3 + 3  # of each tree and of the best of both; latencies
-    assert "Slower than plain decoding at 2 of 6 loads (tokens × concurrency): 16 x 64, 64 x 64." in said
-    at = re.search(
-        r"5_1_6 \(5_1_5\) · sweep.*?Answers of 64 tokens: faster up to a concurrency of ([\d.]+), slower beyond", said
-    )
-    rows = {
-        r["concurrency"]: float(r["speedup"])
-        for r in served_lines()
-        if (r["tree"], r["max_new_tokens"]) == ("t5_1_6", "64")
-    }
-    by_hand = 16 * 4 ** ((rows["16"] - 1) / (rows["16"] - rows["64"]))
-    assert at and float(at[1]) == pytest.approx(by_hand, rel=0.005)
-    assert 'class="slower"' in page and "#0101" not in page
 
 
 def test_the_torch_engines_loads_stand_beside_served_ones(
@@ -143,25 +96,3 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
     page = words(report.PAGE_FILE.read_text())
     assert "8_2_16 · code, checkpoint e009, torch" in page and "8_2_16 · code, checkpoint e009, sglang" in page
     assert "Slower than plain decoding at 1 of 2 loads" in page and "Faster than plain decoding at all 2 loads" in page
-
-
-def test_without_torch_cells_the_report_shows_what_was_served(
-    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.rmtree(CELLS_FOLDER)
-    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch_workloads=[])
-    make_up_served("code")
-    report.main()
-    assert {row["workload"] for row in _lines(ResultRow.TABLE)} == {"code"}
-    printed = capsys.readouterr().out
-    assert printed.startswith("Launch t5_1_6 with e009: ") and "(sglang, code, 200 tokens)" in printed.splitlines()[0]
-    assert "\n\ncode, checkpoint e009, served by sglang\ntree" in printed
-    assert report.TABLE_FILE.read_text() == printed
-    page = report.PAGE_FILE.read_text()
-    assert (
-        'id="served"' in page
-        and ">Which tree</h2>" in page
-        and ">Results</h2>" not in page
-        and "verify cycle</h3>" not in page
-    )
-    assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] is None

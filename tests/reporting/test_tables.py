@@ -8,14 +8,11 @@ import pytest
 
 from pipeline.cli import run_command_line
 from stages import report
-from stages.cells import replay_records
 from stages.cells.cell import Cell
-from stages.cells.replay_records import ReplayedTree
 from stages.cells.table import ResultRow
 from stages.params import schema
-from stages.params.tree_shape import TreeShape
 from tests.conftest import edit_params
-from tests.reporting.made_up_results import _lines, replayed, write_cell
+from tests.reporting.made_up_results import _lines, write_cell
 
 
 def test_the_table_equals_the_cells_bit_for_bit(made_up: schema.Params) -> None:
@@ -72,41 +69,6 @@ def test_plain_decoding_is_the_median_of_two_cells_too(
     (line,) = re.findall(r'<tr class="soft last"><th scope="row">plain decoding</th>(.*)</tr>', page)
     cells = re.findall("<td>(.*?)</td>", line)
     assert (cells[0], cells[2], cells[6]) == ("0.021", "0.500", "250")
-
-
-def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alike(
-    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Their answers are drawn, so none is held against plain decoding's; the best checkpoint is that of temperature 0."""
-    checkpoint, tree = made_up.benchmark.checkpoints[0], TreeShape.parse("t8_2_16")
-    path = replay_records.locate_replay(checkpoint)
-    report.main()
-    best = json.loads(report.METRICS_FILE.read_text())["checkpoints"]
-    trees = replay_records.read_replay(checkpoint)
-    hot = [row.model_copy(update={"tau": row.tau - 0.5, "temperature": 0.7, "top_p": 0.9}) for row in trees]
-    ReplayedTree.write_csv(path, [*trees, *hot])
-    found = Cell.read("torch", "eval", checkpoint, tree.name).model_dump()
-    cold = replayed(tree.name, checkpoint)
-    drawn = {"temperature": 0.7, "top_p": 0.9}
-    taus = {}
-    other = {"otherwise": drawn | {"top_p": 1.0}, "sampled drafts": drawn | {"draft_sampling": "sampled"}}
-    for name, how in {"greedy": {}, "drawn": drawn, **other}.items():
-        write_cell(found | how)
-        report.main()
-        (line,) = (r for r in _lines(ResultRow.TABLE) if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name))
-        taus[name] = line["replay_tau"], line["identical_share"]
-        assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] == 1.0
-    assert taus == {"greedy": (str(cold), "1.0"), "drawn": (str(cold - 0.5), ""), **dict.fromkeys(other, ("", ""))}
-    table = capsys.readouterr().out.rsplit("e003, the best", 1)[-1]
-    assert any(line.endswith("–") and line.startswith("8_2_16") for line in table.splitlines())
-    for name, now in json.loads(report.METRICS_FILE.read_text())["checkpoints"].items():
-        assert now["mean_replay_tau"] == best[name]["mean_replay_tau"]
-    for name in made_up.benchmark.checkpoints:
-        for other in made_up.benchmark.trees:
-            write_cell(Cell.read("torch", "eval", name, other).model_dump() | drawn)
-    report.main()
-    assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] is None
-    assert "same answers as plain" not in report.PAGE_FILE.read_text()
 
 
 def test_table_without_a_report_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from stages.cells.prediction import LaunchAdvice, PredictedSpeedup
 from stages.cells.replay_records import GroupTau, ReplayedTree
 from stages.cells.table import ResultRow
 from stages.cells.training_records import TrainingReport
-from stages.params.families import DSPARK, LOOKAHEAD, MEDUSA, NGRAM, DraftFamily, DraftKind
+from stages.params.families import DSPARK, DraftKind
 from stages.reporting import verdict
 from stages.reporting.families import Families
 from stages.reporting.timing_noise import TimingRemark
@@ -212,12 +212,6 @@ def test_each_load_of_a_server_has_its_advice_and_alike_ones_are_one_line() -> N
     assert slower == f"Do not speculate at concurrency 32 and 64 {conditions}: {best} at concurrency 32"
 
 
-def test_answers_one_by_one_of_several_workloads_are_told_apart() -> None:
-    alone = {"engine": "torch", "in_turns": True}
-    found = give(served=[serve(1, 1.4, 1.2, 1.6, workload="math", **alone), serve(1, 0.7, 0.6, 0.8, **alone)])
-    assert "at concurrency 1 (math)" in found.headline and "at concurrency 1 (code)" in found.details[0]
-
-
 def test_several_sets_have_a_best_each_in_one_table() -> None:
     """Bug: of three sets of prompts the reader saw a line each, and looked for the others' figures of its best tree."""
     alone = {"engine": "torch", "in_turns": True}
@@ -289,18 +283,6 @@ def test_an_undertrained_draft_is_called_so_before_speculation_is_called_useless
     assert give(cells=fast, replays={"e009": [row]}).headline.startswith("Launch")
 
 
-def test_a_draft_that_accepts_nothing_and_odd_times_are_warnings() -> None:
-    remark = TimingRemark("benchmark@eval-e009-t5_1_6", "t5_1_6: odd")
-    found = give(cells=[timed_cell("t5_1_6", 0.5, 0.4, 0.6, tau=1.0)], remarks=[remark])
-    idle, slow, odd = found.list_warnings()
-    assert idle.startswith("tau is exactly 1.00 in eval-e009-t5_1_6: no draft token was accepted")
-    assert (
-        slow.startswith("no measured tree is faster")
-        and odd == "t5_1_6: odd; again: dvc repro -fs benchmark@eval-e009-t5_1_6"
-    )
-    assert found.list_lines()[1:] == [f"! {line}" for line in found.list_warnings()]
-
-
 def test_of_measured_trees_one_whose_times_are_odd_comes_last_and_says_so() -> None:
     cells = [timed_cell("t5_1_6", 1.9, 1.6, 2.2), timed_cell("t8_3_16", 1.5, 1.3, 1.8)]
     remarks = [TimingRemark("benchmark@eval-e009-t5_1_6", "odd")]
@@ -345,14 +327,3 @@ def test_where_only_such_trees_are_measured_the_verdict_says_so() -> None:
     found = give(cells=[timed_cell("t4_2_9", *SLOW, checkpoint="b003")], families=BLOCKS)
     assert (found.kind, found.headline) == ("unknown", verdict.NOTHING_SERVED)
     assert found.details[0].startswith("Left out above, of the torch engine: t4_2_9 with b003, measured 0.80x")
-
-
-@pytest.mark.parametrize(
-    ("family", "tree", "engines"), [(NGRAM, "n3_1_8", True), (LOOKAHEAD, "l5_4_5", False), (MEDUSA, "s4_16", False)]
-)
-def test_n_gram_lookup_is_said_to_run_on_engines(family: DraftFamily, tree: str, engines: bool) -> None:
-    """Bug: the verdict said that no serving engine runs n-gram lookup, which three have."""
-    found = give(cells=[timed_cell(tree, *FAST, checkpoint="rival")], families={"rival": DraftKind(family)})
-    text = found.details[0]
-    assert ("SGLang, vLLM and llama.cpp have n-gram lookup of their own" in text) == engines
-    assert ("no serving engine runs" in " ".join(found.list_lines())) != engines

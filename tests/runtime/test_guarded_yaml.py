@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.data.readers import read_hub_pin
+from stages.data.hub_datasets import read_hub_pin
 from stages.data.tables.table_schema import load_table_file
 from stages.params.schema import load_params, read_recipe
 from stages.published.tables import read_publication

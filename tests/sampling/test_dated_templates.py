@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import prepare_target, sample_target
-from stages.target import chat_template, manifest
+from stages.target import chat_template, manifest, template_facts
 from stages.toy import text_targets
 from tests.conftest import edit_params
 from tests.engines.misbehaving_server import Fake, completion
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_on_another_day_keeps_answers_with_their_prompts(
         if number >= limit:
             return 401
         served.append(chat_template.datetime.date.today())
-        tokenizer.chat_template = chat_template.fix_date(DATED, served[-1])
+        tokenizer.chat_template = template_facts.fix_date(DATED, served[-1])
         ids = chat_template.encode_prompt(tokenizer, body["messages"])
         if with_ids:
             return completion("hi", body["model"], prompt_token_ids=ids)

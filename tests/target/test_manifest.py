@@ -85,23 +85,6 @@ def test_a_head_may_be_named_and_a_copy_under_a_longer_name_is_not_taken(tmp_pat
         manifest.read_embedding_and_head(replace(made_up(tmp_path), lm_head_key="head.weight"))
 
 
-@pytest.mark.parametrize(
-    ("tensors", "found"),
-    [
-        (["lm_head.weight"], "'lm_head'"),
-        (["model.embed_tokens.weight"], "'embed_tokens'"),
-        (["transformer.wte.weight"], ""),
-    ],
-    ids=["no embedding", "no head, though untied", "another architecture"],
-)
-def test_missing_tables_are_named_with_what_was_found(tmp_path: Path, tensors: list[str], found: str) -> None:
-    save_file({name: torch.zeros(V, H) for name in tensors}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=rf"{tmp_path} has no embed_tokens.weight and lm_head.weight; found \[{found}\]"
-    ):
-        manifest.read_embedding_and_head(made_up(tmp_path))
-
-
 def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
     """Bug: a cut download ended in a traceback of safetensors, which names no file."""
     with pytest.raises(ValueError, match=r"model\.safetensors not found; the target's weights must be safetensors"):

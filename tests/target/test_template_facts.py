@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from stages.runtime import limited_call
-from stages.target import chat_template
+from stages.target import chat_template, template_facts
 from tests.target.chat_templates import FAMILIES, tokenizer
 
 ASK, ANSWER = {"role": "user", "content": "Name a river."}, {"role": "assistant", "content": "Nile."}
@@ -54,11 +54,11 @@ def prefixing_tokenizer() -> tuple[Any, list[int]]:
 def test_what_a_template_hides_is_known_by_kind() -> None:
     """Bug: a template that ignores tools rendered a row with calls as an empty assistant turn, which the target then saw."""
     tok, _ = with_template(LOOP.replace("%s", "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"))
-    call = {"role": "assistant", "content": "", "tool_calls": [chat_template._CALL]}
+    call = {"role": "assistant", "content": "", "tool_calls": [template_facts.CALL]}
     result = {"role": "tool", "content": "wet"}
-    assert chat_template.list_hidden_kinds(tok, [ASK, call, result], [chat_template._TOOL]) == ["tools", "tool calls"]
-    assert chat_template.list_hidden_kinds(tok, [ASK, ANSWER, ASK], None) == []
-    assert "reasoning" in chat_template.probe_template(tok).hides
+    assert template_facts.list_hidden_kinds(tok, [ASK, call, result], [template_facts.TOOL]) == ["tools", "tool calls"]
+    assert template_facts.list_hidden_kinds(tok, [ASK, ANSWER, ASK], None) == []
+    assert "reasoning" in template_facts.probe_template(tok).hides
 
 
 @pytest.mark.parametrize("template", [R1, BETWEEN])
@@ -79,7 +79,7 @@ def test_keep_refuses_a_header_that_the_history_drops_and_says_what_else_to_do()
 def test_a_template_that_takes_parts_only_shows_texts() -> None:
     """Bug: with SmolVLM's and Idefics3's templates every question rendered as nothing, and the target answered an empty one."""
     tok, _ = with_template(PARTS)
-    assert chat_template.probe_template(tok).parts == ("user", "assistant", "system", "tool")
+    assert template_facts.probe_template(tok).parts == ("user", "assistant", "system", "tool")
     assert (
         tok.decode(chat_template.encode_prompt(tok, [ASK]))
         == "<|im_start|>user\nName a river.<|im_end|><|im_start|>assistant\n"
@@ -98,7 +98,7 @@ def test_thinking_has_the_name_that_the_template_reads(condition: str, keys: tup
     assert text.startswith("Think first.") == bool(keys)
     if not keys:
         with pytest.raises(ValueError, match=r"sample_target\.thinking is true, expected null"):
-            chat_template.check_thinking(tok, True)
+            template_facts.check_thinking(tok, True)
 
 
 def test_an_answer_has_the_tokens_that_follow_its_header() -> None:
@@ -140,7 +140,7 @@ def test_a_template_that_computes_without_end_or_fills_the_memory_is_refused(
         monkeypatch.setattr(limited_call, "LIMIT_S", 1)
     tok, _ = with_template(text + BETWEEN)
     with pytest.raises(ValueError, match=f"by the target's chat template .*{limit}"):
-        chat_template.probe_template(tok)
+        template_facts.probe_template(tok)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -210,15 +210,15 @@ def test_a_rendered_prompt_is_known_by_a_header_of_plain_text() -> None:
 @pytest.mark.parametrize("family", ["llama3.2", "harmony"])
 def test_a_template_with_a_fixed_date_renders_what_it_did_that_day(family: str) -> None:
     tok, _ = tokenizer(family)
-    assert chat_template.reads_date(tok.chat_template) and not chat_template.reads_date(
+    assert template_facts.reads_date(tok.chat_template) and not template_facts.reads_date(
         tokenizer("qwen3")[0].chat_template
     )
     today = datetime.date.today()
     wanted = chat_template.encode_prompt(tok, [ASK])
     own = tok.chat_template
-    tok.chat_template = chat_template.fix_date(own, today)
-    assert chat_template.encode_prompt(tok, [ASK]) == wanted and not chat_template.reads_date(tok.chat_template)
-    tok, _ = with_template(chat_template.fix_date(own, datetime.date(2024, 7, 4)))
+    tok.chat_template = template_facts.fix_date(own, today)
+    assert chat_template.encode_prompt(tok, [ASK]) == wanted and not template_facts.reads_date(tok.chat_template)
+    tok, _ = with_template(template_facts.fix_date(own, datetime.date(2024, 7, 4)))
     text = tok.decode(chat_template.encode_prompt(tok, [ASK]))
     assert ("04 Jul 2024" if family == "llama3.2" else "2024-07-04") in text
     dated = list(chat_template.list_dated_prompts(tok, today - datetime.timedelta(3), [ASK], None, None))
@@ -227,4 +227,4 @@ def test_a_template_with_a_fixed_date_renders_what_it_did_that_day(family: str) 
 
 def test_a_template_too_deep_to_parse_is_told_by_rendering_it() -> None:
     """Bug: a thousand brackets ended prepare_target in a traceback, where it looked for today's date."""
-    assert not chat_template.reads_date("{% if " + "(" * 3000 + "1" + ")" * 3000 + " %}{% endif %}")
+    assert not template_facts.reads_date("{% if " + "(" * 3000 + "1" + ")" * 3000 + " %}{% endif %}")

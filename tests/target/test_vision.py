@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image, ImageFile
-from transformers import Qwen3Config
 from transformers.image_utils import load_image
 
 from stages.target import chat_template, generation, loading, vision
@@ -181,14 +180,3 @@ def test_settings_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None
     file.write_text(json.dumps(json.loads(file.read_text()) | {"min_pixels": 10**9}))
     with pytest.raises(ValueError, match=r"patches needs more than 512 MiB of memory.*preprocessor_config\.json"):
         vision.CachedImageProcessor(tmp_path, False).load_patches([picture(tmp_path / "a.png", 64, 64)])
-
-
-def test_targets_that_can_not_see_are_told(tmp_path: Path) -> None:
-    save("qwen3-vl", tmp_path)
-    (tmp_path / "preprocessor_config.json").unlink()
-    path = picture(tmp_path / "a.png", 64, 64)
-    with pytest.raises(ValueError, match=r"preprocessor_config\.json: expected the settings of an image processor"):
-        vision.CachedImageProcessor(tmp_path, False).load_patches([path])
-    Qwen3Config().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no image_token_id, expected that of a multimodal target"):
-        vision.CachedImageProcessor(tmp_path, False)

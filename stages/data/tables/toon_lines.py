@@ -16,6 +16,7 @@ _HEADER = re.compile(
     rf"(?P<indent>[ \t]*)(?P<hyphen>- +)?(?P<key>{_KEY}|)(?P<gap>[ \t]*)(?P<bracket>\[[^\]\n{{}}]*\])?(?P<space>[ \t]*)"
     r"(?P<rest>.*)"
 )
+_COUNT = re.compile(r"\d|\bN\b|\[:?[,|\t]?\]")  # of a bracket: a number, N or none
 _BRACKET = re.compile(r"\[[ #]*(?P<count>\d*|[A-Za-z]+)(?P<keyed>:?)(?P<delimiter>[,|\t;]?) *\]")
 _KEY_LINE = re.compile(rf"[ \t]*(?:- +)?(?P<key>{_KEY})[ \t]*:(?:[ \t]+(?P<value>\S.*)|[ \t]*)$")
 FENCE = re.compile(r"[ \t]*(?:`{3,}|~{3,})[\w+-]*[ \t]*$")
@@ -114,7 +115,7 @@ def read_header(line: str) -> Header | None:
     rest = rest[colon.end() :].strip()
     if fields is None:
         gap = found["gap"] or found["space"]
-        if bracket is None or not colon[0] or gap or not (_count_digits(bracket)):
+        if bracket is None or not colon[0] or gap or not _COUNT.search(bracket):
             return None  # in prose, as "see [1]: ..."
     elif (not found["key"] and bracket is None) or not fields.strip() or rest:
         return None
@@ -129,10 +130,6 @@ def read_header(line: str) -> Header | None:
         colon[0],
         rest,
     )
-
-
-def _count_digits(bracket: str) -> bool:
-    return re.search(r"\d|\bN\b|\[:?[,|\t]?\]", bracket) is not None
 
 
 def _find_closing_brace(text: str) -> int:

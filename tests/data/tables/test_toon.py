@@ -233,7 +233,7 @@ cases = given(
 )
 
 
-@settings(max_examples=1_000, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @cases
 def test_a_repair_is_the_same_forecast_or_a_drop(**case: Any) -> None:
     check_never_another_forecast(**case)
@@ -258,7 +258,7 @@ def test_corruptions_that_lose_data_are_dropped(name: str, horizon: int | None) 
         assert judge(text, horizon, "strip").verdict.startswith("dropped:"), text
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(lines=st.lists(st.sampled_from(TEXT.split("\n")) | st.text(max_size=30), max_size=9), keep=st.booleans())
 @example(lines=["days[2]{date,low,high,rain,sky}:"], keep=False)
 @example(lines=["{", "}"], keep=True)

@@ -1,0 +1,66 @@
+"""The evidence of the verdict: predicted and measured speedups by load."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions
+from stages.cells.table import ResultRow
+
+
+@dataclass(frozen=True)
+class SpeedupEvidence:
+    """A predicted or measured speedup of one tree with one checkpoint."""
+
+    tree: str
+    checkpoint: str
+    speedup: float
+    low: float | None
+    high: float | None
+    stage: str | None = None  # that measured it; None of a prediction
+    is_doubted: bool = False  # its times are odd
+
+    @property
+    def name(self) -> str:
+        return f"{self.tree} with {self.checkpoint}"
+
+    @property
+    def is_faster(self) -> bool:
+        """Return whether the interval lies above 1; False without one."""
+        return self.low is not None and self.low > 1
+
+    def __str__(self) -> str:
+        ends = "no interval" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
+        return f"{self.speedup:.2f}x ({ends}{', doubtful timings' if self.is_doubted else ''})"
+
+
+Predictions = dict[SpeedupConditions, SpeedupEvidence]
+Measurements = dict[SpeedupConditions, list[SpeedupEvidence]]
+
+
+def collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[PredictedSpeedup]) -> Predictions:
+    """Return the preferred predicted tree of each load: of a served engine that which can be launched, where one can."""
+    found: dict[SpeedupConditions, PredictedSpeedup] = {}
+    for advice in (advice for advice in launch if not advice.measured):
+        if advice.conditions not in found or advice.speedup > found[advice.conditions].speedup:
+            found[advice.conditions] = advice
+    advised = dict(found)
+    for row in predicted:
+        best = found.get(row.conditions)
+        if row.conditions not in advised and (best is None or row.preference > best.preference):
+            found[row.conditions] = row
+    return {
+        conditions: SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
+        for conditions, row in found.items()
+    }
+
+
+def collect_measured(rows: Iterable[ResultRow], doubted: Collection[str]) -> Measurements:
+    """Return the measured trees of each load."""
+    found: Measurements = {}
+    for row in rows:
+        if row.is_plain or row.speedup is None or row.rate is not None:
+            continue
+        names, ends = (str(row.tree), str(row.checkpoint)), (row.speedup_low, row.speedup_high)
+        evidence = SpeedupEvidence(*names, row.speedup, *ends, row.stage, row.stage in doubted)
+        found.setdefault(row.conditions, []).append(evidence)
+    return found
