@@ -12,17 +12,16 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from stages.cells import cost_fit, cycle_times, points, timing_grid
+from stages.cells import cost_fit, cycle_times, timing_grid
 from stages.cells.cell import LoadPoint
 from stages.cells.cost_model import CostModel
 from stages.cells.record import Record, name_draft_sampling
 from stages.cells.timing_grid import CycleTime, TimingGrid
-from stages.engines import gpu_memory
-from stages.measuring import load_checks, measured_loads, server_setup, simulated_answers
-from stages.measuring.measured_server import MeasuredServer, ServerPlan
-from stages.measuring.requests import ServedCellContext
+from stages.engines import cell_engine, gpu_memory
+from stages.measuring import cell_run, load_checks, measured_server, repeats, server_setup, simulated_answers
+from stages.measuring.measured_server import MeasuredServer
+from stages.measuring.server_setup import ServedWorkload
 from stages.params import schema, stage_inputs
 from stages.params.tree_shape import Load, TreeShape
 from stages.runtime import atomic, scratch
@@ -39,28 +38,27 @@ class ServedTimes(Record):
 def main(workload_name: str) -> None:
     params, started = stage_inputs.read_params("serving_costs", workload_name), time.perf_counter()
     settings = params.serving_costs
-    draft_config = server_setup.read_draft_config(params, settings.checkpoint)
-    work = server_setup.build_context(params, workload_name, draft_config)
-    servers = list(_configure_servers(work, draft_config))
-    plan = server_setup.build_server_plan(work)
-    version, gpus = plan.find_version(), gpu_memory.list_visible_gpus()
+    context = cell_engine.build_context(params, params.benchmark_served.engine, workload_name, None, None)
+    work = ServedWorkload(context, server_setup.read_draft_config(params, settings.checkpoint))
+    servers = list(_configure_servers(work))
+    version, gpus = work.find_version(), gpu_memory.list_visible_gpus()
     folder = scratch.locate_scratch(
         f"serving_costs-{workload_name}",
-        work.workload.model_dump(),
+        context.workload.model_dump(),
         params.benchmark_served.model_dump(include={"engine", "server"}),
         settings.model_dump(exclude={"workloads", "trees"}),
-        asdict(work.manifest),
-        work.prompts.rows(),
+        asdict(context.manifest),
+        context.prompts.rows(),
         [version, [gpu.name for gpu in gpus]],
     )
-    measured = list(_measure_or_read(work, plan, servers, folder))
+    measured = list(_measure_or_read(work, servers, folder))
     _print_warnings(measured)
     seconds = round(time.perf_counter() - started, 2)
     cycles = _list_cycles(measured)
     fit = cost_fit.fit_cost_model([cycle for length_cycles in cycles.values() for cycle in length_cycles])
     grids = [
-        _build_grid(work, measured, length, cycles, fit, draft_config, gpus, seconds)
-        for length in dict.fromkeys(length for length, _ in work.workload.list_loads())
+        _build_grid(work, measured, length, cycles, fit, gpus, seconds)
+        for length in dict.fromkeys(length for length, _ in context.workload.list_loads())
     ]
     path = timing_grid.write_serving_costs(workload_name, grids)
     scratch.remove_scratch(folder)
@@ -72,20 +70,20 @@ def main(workload_name: str) -> None:
         )
 
 
-def _configure_servers(work: ServedCellContext, draft_config: dict[str, Any]) -> Iterator[MeasuredServer]:
-    """Yield the baseline and a server of each tree.
+def _configure_servers(work: ServedWorkload) -> Iterator[MeasuredServer]:
+    """Yield the baseline and a server of each tree, whose loads are those of simulated answers.
 
     Raises:
         ValueError: for a tree that the engine can't run, or longer than the positions of target and draft.
     """
-    settings = work.params.serving_costs
-    yield server_setup.configure_server(work, "", None, {})
+    settings, simulated = work.params.serving_costs, simulated_answers.simulate_answers(work)
+    yield measured_server.configure_server(work, None, None)
     for name in settings.trees:
         tree = TreeShape.parse(name)
-        server = server_setup.configure_server(work, settings.checkpoint, tree, draft_config)
-        if reason := server_setup.explain_unsupported(work, server, draft_config):
+        server = measured_server.configure_server(simulated, settings.checkpoint, tree)
+        if reason := server.explain_unsupported():
             raise ValueError(f"serving_costs.trees: {name}: {reason}; take it out of the list")
-        server_setup.check_positions(work, server, draft_config)
+        work.check_positions(server.num_draft_tokens)
         server.simulated_length = min(settings.accept_length, tree.num_steps + 1)
         server.speculation_flags, server.variables = work.engine.simulate_acceptance(
             server.simulated_length, server.speculation_flags
@@ -94,52 +92,49 @@ def _configure_servers(work: ServedCellContext, draft_config: dict[str, Any]) ->
 
 
 def _measure_or_read(
-    work: ServedCellContext, plan: ServerPlan, servers: list[MeasuredServer], folder: Path
+    work: ServedWorkload, servers: list[MeasuredServer], folder: Path
 ) -> Iterator[tuple[MeasuredServer, ServedTimes]]:
     """Yield the times of each server: those that a killed run left, or measured now.
 
     As many servers as the machine holds start at once, if they can, and take turns; else each is measured alone.
     """
-    at_once = plan.count_servers_at_once() if plan.can_start_together() else 1
-    simulated = simulated_answers.simulate_answers(work)
-    contexts = {server.config_name: work if server.simulated_length is None else simulated for server in servers}
+    at_once = work.count_servers_at_once() if work.can_start_together() else 1
+    loads = list(dict.fromkeys(load for server in servers for load in server.context.workload.list_loads()))
     missing = []
     for server in servers:
-        paths = _list_paths(folder, server, contexts[server.config_name])
+        paths = _list_paths(folder, server)
         if num_measured := sum(path.exists() for path in paths):
             print(
-                f"resumed: {server.config_name}: {num_measured} of {len(paths)} loads were measured before, kept in {folder}"
+                f"resumed: {server.name}: {num_measured} of {len(paths)} loads were measured before, kept in {folder}"
             )
         if num_measured < len(paths):
             missing.append(server)
     for start in range(0, len(missing), at_once):
         group = missing[start : start + at_once]
-        pairs = [(contexts[server.config_name], server) for server in group]
-        with measured_loads.open_servers(plan, group, f"serving_costs-{work.workload_name}"):
-            for repeat in range(work.workload.repeats):  # each on every server before the next
-                for context, server, load in measured_loads.order_loads(pairs, repeat):
+        with measured_server.open_servers(work, group, f"serving_costs-{work.context.workload_name}"):
+            for repeat in range(work.context.workload.repeats):  # each on every server before the next
+                for server, load in repeats.order_loads(group, loads, repeat):
                     if not _locate_times(folder, server, load, repeat).exists():
-                        _measure_load(context, server, load, repeat, folder)
+                        _measure_load(server, load, repeat, folder)
     for server in servers:
-        paths = _list_paths(folder, server, contexts[server.config_name])
-        yield server, _join_repeats([_read_times(work, path) for path in paths])
+        yield server, _join_repeats([_read_times(server, path) for path in _list_paths(folder, server)])
 
 
-def _read_times(work: ServedCellContext, path: Path) -> ServedTimes:
-    return ServedTimes.read_json(path, f"serving_costs@{work.workload_name}")
+def _read_times(server: MeasuredServer, path: Path) -> ServedTimes:
+    return ServedTimes.read_json(path, f"serving_costs@{server.context.workload_name}")
 
 
-def _list_paths(folder: Path, server: MeasuredServer, work: ServedCellContext) -> list[Path]:
+def _list_paths(folder: Path, server: MeasuredServer) -> list[Path]:
     """Return where the times of each load of a server are kept, in every repeat."""
-    loads = work.workload.list_loads()
-    return [_locate_times(folder, server, load, repeat) for repeat in range(work.workload.repeats) for load in loads]
+    workload = server.context.workload
+    return [_locate_times(folder, server, load, n) for n in range(workload.repeats) for load in workload.list_loads()]
 
 
 def _locate_times(folder: Path, server: MeasuredServer, load: Load, repeat: int) -> Path:
-    return folder / f"{server.config_name}-{load.max_new_tokens}-{load.concurrency}-{repeat}.json"
+    return folder / f"{server.name}-{load.max_new_tokens}-{load.concurrency}-{repeat}.json"
 
 
-def _measure_load(work: ServedCellContext, server: MeasuredServer, load: Load, repeat: int, folder: Path) -> None:
+def _measure_load(server: MeasuredServer, load: Load, repeat: int, folder: Path) -> None:
     """Measure one repeat of a load on a server and keep its times.
 
     It is judged together with the server's earlier ones, of a killed run too: one alone may have too few cycles to tell.
@@ -147,20 +142,17 @@ def _measure_load(work: ServedCellContext, server: MeasuredServer, load: Load, r
     Raises:
         ValueError: if the server did not accept as many tokens as it was told to. The earlier times are deleted then.
     """
-    measured_loads.run_load(work, server, load, repeat)
-    records = [[result.records for result in server.loads[load][-1]]]
-    warnings = measured_loads.list_warnings(work, server, load, server.loads[load][-1])
-    point = points.build_point(load, work.workload.request_rate, records, None, warnings)
+    repeats.run_load(server, load, repeat)
+    point = cell_run.build_point(server, server.kind, load, server.results[server.kind][load][-1:])
     rows = [row.model_copy(update={"repeat": repeat}) for row in point.requests]
     times = ServedTimes(version=server.info.get("version"), points=[point.model_copy(update={"requests": rows})])
-    length = server.simulated_length
-    if length is not None:
-        earlier_paths = [path for path in _list_paths(folder, server, work) if path.exists()]
-        all_times = [times, *(_read_times(work, path) for path in earlier_paths)]
+    if server.simulated_length is not None:
+        earlier_paths = [path for path in _list_paths(folder, server) if path.exists()]
+        all_times = [times, *(_read_times(server, path) for path in earlier_paths)]
         found = [row for load_times in all_times for point in load_times.points for row in point.requests]
         cycles, accepted = sum(row.cycles or 0 for row in found), sum(row.accepted or 0 for row in found)
         try:
-            load_checks.check_simulated(server.config_name, length, cycles, accepted, len(found))
+            load_checks.check_simulated(server.name, server.simulated_length, cycles, accepted, len(found))
         except ValueError:
             for path in earlier_paths:
                 path.unlink()
@@ -192,7 +184,7 @@ def _print_warnings(measured: list[tuple[MeasuredServer, ServedTimes]]) -> None:
     for server, times in measured:
         for point in times.points:
             for warning in point.warnings:
-                loads.setdefault(warning, []).append(f"{server.config_name}, {point.load}")
+                loads.setdefault(warning, []).append(f"{server.name}, {point.load}")
     for warning, names in loads.items():
         others = f" and {len(names) - 1} other loads" if len(names) > 1 else ""
         print(f"warning: {names[0]}{others}: {warning}", flush=True)
@@ -202,39 +194,39 @@ def _list_cycles(measured: list[tuple[MeasuredServer, ServedTimes]]) -> dict[int
     """Return the cycles of all trees by answer length."""
     found: dict[int, list[CycleTime]] = {}
     for server, times in measured:
-        for point in times.points if server.tree_name else []:
-            cycle = cycle_times.build_cycle_time(TreeShape.parse(server.tree_name or ""), point)
+        for point in times.points if server.tree else []:
+            assert server.tree, "a server without a draft has no cycles"
+            cycle = cycle_times.build_cycle_time(server.tree, point)
             found.setdefault(point.max_new_tokens, []).append(cycle)
     return found
 
 
 def _build_grid(
-    work: ServedCellContext,
+    work: ServedWorkload,
     measured: list[tuple[MeasuredServer, ServedTimes]],
     length: int,
     cycles: dict[int, list[CycleTime]],
     fit: CostModel,
-    draft_config: dict[str, Any],
     gpus: list[gpu_memory.GpuMemory],
     seconds: float,
 ) -> TimingGrid:
     """Return the timing grid of one answer length."""
     points = [point for _, times in measured for point in times.points if point.max_new_tokens == length]
     requests = [r for point in points for r in point.requests if not r.failed]
-    baseline, plain_times = measured[0]
+    (baseline, plain_times), context = measured[0], work.context
     return TimingGrid(
         definitions=timing_grid.COST_DEFINITIONS,
-        engine=work.setup.engine,
-        workload=work.workload_name,
+        engine=context.engine,
+        workload=context.workload_name,
         max_new_tokens=length,
         checkpoint=work.params.serving_costs.checkpoint,
-        draft=draft_config,
-        target=[work.manifest.model, work.manifest.revision, work.manifest.config_digest],
+        draft=work.draft_config,
+        target=[context.manifest.model, context.manifest.revision, context.manifest.config_digest],
         settings={
-            "temperature": work.workload.temperature,
-            "draft_sampling": name_draft_sampling(server_setup.samples_drafts(work, measured[-1][0])),
+            "temperature": context.workload.temperature,
+            "draft_sampling": name_draft_sampling(measured[-1][0].samples_drafts),
             "context": round(fmean(r.prompt_tokens + (r.output_tokens or 0) / 2 for r in requests)),
-            "repeats": work.workload.repeats,
+            "repeats": context.workload.repeats,
             "simulated_accept_length": work.params.serving_costs.accept_length,
         },
         plain=cycle_times.build_plain_steps(point for point in plain_times.points if point.max_new_tokens == length),
@@ -243,8 +235,8 @@ def _build_grid(
             cycle for other_length, length_cycles in cycles.items() for cycle in length_cycles if other_length != length
         ],
         fit=fit,
-        hardware=server_setup.describe_hardware(work, baseline, gpus),
-        versions={work.setup.engine: plain_times.version} if plain_times.version else {},
+        hardware=work.describe_hardware(baseline.name, gpus),
+        versions={context.engine: plain_times.version} if plain_times.version else {},
         seconds=seconds,
     )
 

@@ -3,15 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-import polars as pl
 import pytest
 
-from stages import benchmark_served
 from stages.cells import request_record
-from stages.engines.protocol import ServedDraft
-from stages.measuring.load_generator import LoadResult
-from stages.measuring.measured_server import MeasuredServer
-from stages.params.families import EAGLE3
+from stages.cells.cell import SPECULATIVE
+from stages.engines.cell_engine import LoadResult
+from stages.measuring import cell_run
 from stages.params.tree_shape import Load, TreeShape
 
 TREE = TreeShape.parse("t3_1_4")
@@ -28,19 +25,18 @@ def load_of(accepted: dict[str, int]) -> LoadResult:
                 f"{name}#0", 0.0, 0.0, 1.0, [(0.5, 1), (1.0, 9)], True, 3, 10, "stop", None, counts=counts
             )
         )
-    return LoadResult("sglang", records, 1, {}, [])
+    return LoadResult(records)
 
 
 def acceptance_of(repeats: list[dict[str, int]], prompts: str = "gsm8k") -> dict[str, Any]:
-    rows = pl.DataFrame(
-        {"id": list(repeats[0]), "prompt_ids": [[1, 2, 3]] * len(repeats[0]), "reference": [None] * len(repeats[0])}
+    workload = SimpleNamespace(prompts=prompts, request_rate=None)
+    subject: Any = SimpleNamespace(
+        context=SimpleNamespace(workload=workload, tree=TREE, references={}),
+        list_figures=lambda results: {},
+        list_warnings=lambda load, results: [],
     )
-    workload = SimpleNamespace(prompts=prompts, grade=False, warmup=1, request_rate=None)
-    work: Any = SimpleNamespace(workload=workload, prompts=rows, references={})
-    draft = ServedDraft("", "EAGLE3", TREE.num_steps, TREE.topk, TREE.num_draft_tokens, EAGLE3)
-    measured = MeasuredServer("e003-t3_1_4", "e003", "t3_1_4", draft)
-    point = benchmark_served._build_point(work, measured, Load(10, 1), [[load_of(accepted)] for accepted in repeats])
-    return point["acceptance"]
+    results = [[load_of(accepted)] for accepted in repeats]
+    return cell_run.build_point(subject, SPECULATIVE, Load(10, 1), results)["acceptance"]
 
 
 def test_repeats_of_the_same_answers_do_not_narrow_the_interval_of_tau() -> None:

@@ -17,7 +17,6 @@ from pydantic import Field
 
 from stages.cells.record import GREEDY, DraftSampling, Record
 from stages.cells.request_record import LoadSummary
-from stages.grading.grade import GradeSummary
 from stages.params.engines import is_in_process
 from stages.params.tree_shape import Load, TreeShape, parse_shape
 from stages.runtime import atomic
@@ -27,6 +26,15 @@ DEFINITIONS = "docs/metrics.md, version 3"
 PLAIN, SPECULATIVE = "plain", "speculative"  # the kinds of decoding
 RAN, UNSUPPORTED, SKIPPED = "ran", "unsupported", "skipped"
 SAMPLING_KEYS = {"temperature", "top_p", "top_k", "seed"}  # of a workload, which a cell has too
+
+
+class NotMeasuredError(ValueError):
+    """A cell can't be measured, or is not worth it; its status and why become its record."""
+
+    def __init__(self, status: str, reason: str, message: str = "") -> None:
+        super().__init__(message or reason)
+        self.status, self.reason = status, reason
+
 
 Hardware = dict[str, str | int]  # cpu, threads, system, python, gpu, num_gpus_total; what is not known is left out
 
@@ -116,6 +124,19 @@ class PooledSpeedup(Record):
     speedup: float
     speedup_low: float | None  # null with one prompt
     speedup_high: float | None
+
+
+class GradeSummary(Record):
+    """How many of one or more answers were graded and are right."""
+
+    graded: int
+    correct: int
+    accuracy: float  # the share of right ones
+    how: str  # the method
+
+    @classmethod
+    def of_marks(cls, marks: list[bool], how: str) -> Self:
+        return cls(graded=len(marks), correct=sum(marks), accuracy=sum(marks) / len(marks), how=how)
 
 
 class LoadPoint(Record):

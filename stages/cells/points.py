@@ -5,13 +5,12 @@ A point is one answer length at one concurrency. Its records are nested lists: o
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from stages.cells import interval, metrics, request_record
-from stages.cells.cell import Acceptance, LoadPoint, RequestRow
+from stages.cells.cell import Acceptance, GradeSummary, LoadPoint, RequestRow
 from stages.cells.request_record import RequestRecord
-from stages.grading import grade
 from stages.params.tree_shape import Load
 
 MIN_JUDGED_CYCLES = 100  # of a draft that has one in twenty accepted, 100 cycles without any are one load in 170
@@ -47,18 +46,16 @@ def build_point(
     repeats: RepeatRecords,
     acceptance: Acceptance | None,
     warnings: list[str],
-    references: Mapping[str, str] | None = None,
-    decode_text: Callable[[RequestRecord], str] = lambda record: record.text,
+    grade_answer: Callable[[RequestRecord], bool] | None = None,
+    grading: str = "",
     **more: Any,
 ) -> LoadPoint:
-    """Return a point. `request_rate` is in requests/s, or "inf". With `references` the answers of first turns are graded."""
-    requests, references = list_requests(repeats), references or {}
-    marks = [
-        grade.grade_answer(references[r.question_id], decode_text(r))
-        if references and not turn and not r.failure_reason
-        else None
-        for _, turn, r in requests
-    ]
+    """Return a point. `request_rate` is in requests/s, or "inf".
+
+    With `grade_answer` the answers of first turns are graded; `grading` is how, in words.
+    """
+    requests = list_requests(repeats)
+    marks = [grade_answer(r) if grade_answer and not turn and not r.failure_reason else None for _, turn, r in requests]
     known = [correct for correct in marks if correct is not None]
     return LoadPoint(
         max_new_tokens=load.max_new_tokens,
@@ -66,7 +63,7 @@ def build_point(
         request_rate=request_rate,
         loads=[request_record.summarise_load(request_record.join_turns(turns)) for turns in repeats],
         acceptance=acceptance,
-        quality=grade.summarise_grades(next(iter(references.values())), known) if known else None,
+        quality=GradeSummary.of_marks(known, grading) if known else None,
         requests=[_make_request_row(request, correct) for request, correct in zip(requests, marks, strict=True)],
         warnings=warnings,
         **more,
@@ -108,10 +105,10 @@ def describe_point(point: LoadPoint | None, baseline: LoadPoint | None) -> str:
     """Return the tau and speeds of a load in words; one of the two may not have been measured."""
     some = point or baseline
     assert some is not None, "a load has a point"
-    told = []
+    told: list[str] = []
     if point is not None:
-        assert point.acceptance is not None, "the point of a draft has counts"
-        told += [f"tau {point.acceptance.tau:.3f}", f"{format_throughput(point.mean_throughput)}"]
+        told += [f"tau {point.acceptance.tau:.3f}"] if point.acceptance else []
+        told.append(format_throughput(point.mean_throughput))
     if baseline is not None:
         told.append(f"plain {format_throughput(baseline.mean_throughput)}")
     return f"{some.load}: {', '.join(told)}"

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from stages.params.benchmark_sections import BenchmarkServer
 from stages.params.checks import TEMPLATES_FOLDER
-from stages.params.engines import ENGINES
+from stages.params.engines import ENGINES, TORCH
 from stages.params.families import FAMILIES, DraftFamily
 from stages.params.schema import Params, check_initial, load_params
 from stages.params.section import PARAMS_FILE, RUN_PARAMS, get_named
@@ -356,15 +356,21 @@ def list_family_modules(stage: str, families: Collection[DraftFamily]) -> set[st
 
 def _list_left_out(params: Params, instance: Instance) -> set[str]:
     """Return the modules that the instance imports and that change nothing of what it makes."""
-    others = ENGINES.keys() - _list_engines(params, instance.stage)
+    engines = _list_engines(params, instance.stage)
+    own, others = (
+        {file for name, engine in ENGINES.items() if (name in engines) == is_own for file in engine.modules}
+        for is_own in (True, False)
+    )
     watching = {WATCHING_CODE[instance.stage]} if instance.stage in WATCHING_CODE else set()
-    return watching | {file for name in others for file in ENGINES[name].modules}
+    return watching | others - own
 
 
 def _list_engines(params: Params, stage: str) -> Collection[str]:
     """Return the engines whose modules a stage may run; all, where a running server says which it is."""
     if stage.startswith(("benchmark_served", "serving_costs")):
         return {params.benchmark_served.engine}
+    if stage == "benchmark":
+        return {TORCH.name}
     sampling = params.sample_target
     if stage == "sample_target" and (sampling.backend != "server" or sampling.server.launch):
         return {sampling.server.launch} if sampling.backend == "server" and sampling.server.launch else ()

@@ -5,9 +5,10 @@ import math
 from typing import Any
 
 from stages.engines import registry
+from stages.engines.cell_engine import LoadResult
 from stages.engines.protocol import LoadRequest
 from stages.measuring import load_generator
-from stages.measuring.load_generator import Arrivals, LoadResult
+from stages.measuring.load_generator import Arrivals
 from tests.engines.misbehaving_server import Fake
 
 AT_ONCE = Arrivals(math.inf, None, 0)

@@ -24,9 +24,10 @@ from safetensors.torch import load_file, save_file
 from stages import benchmark_served, prepare_prompts
 from stages.cells.cell import Cell, locate_cell
 from stages.engines import gguf_files, registry, versions
+from stages.engines.cell_engine import QuestionTurn
 from stages.engines.sglang import SGLang
 from stages.measuring import export_gguf, load_generator
-from stages.measuring import requests as served_requests
+from stages.measuring.server_setup import ServedWorkload
 from stages.params.benchmark_sections import Workload
 from stages.prompts import workload_prompts
 from stages.prompts.workload_prompts import WorkloadPrompt
@@ -322,9 +323,13 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
     processor = SimpleNamespace(
         build_data_url=url, image_token_id=9, count_image_tokens=lambda images: [4, 1][: len(images)]
     )
-    work: Any = SimpleNamespace(image_processor=processor, workload=w, simulated_answers=None)
-    row = WorkloadPrompt("a", [], images=paths, length_share=0.5)
-    request = served_requests.make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60)
+    context: Any = SimpleNamespace(workload=w)
+    work = ServedWorkload(context, {})
+    vars(work)["image_processor"] = processor
+    ids = [1, 9, 9, 9, 9, 9, 2]
+    request = work.make_request(
+        QuestionTurn(WorkloadPrompt("a", ids, images=paths, length_share=0.5), 0, None, ids), 60
+    )
     built = registry.get("sglang").build_request(request, "t")
     request_body = json.loads(built.body)
     assert (

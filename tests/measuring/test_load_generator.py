@@ -78,7 +78,7 @@ def test_requests_reach_the_server_when_they_are_due() -> None:
     arrivals = Arrivals(60.0, None, 3)
     with Fake(lambda *_: Streamed([(0.0, 1)], ready=lambda: len(fake.arrived) == 40)) as fake:
         found = run_load(fake.url, make_requests(40), arrivals)
-    assert all(r.failure_reason is None for r in found.records) and found.max_in_flight == 40
+    assert all(r.failure_reason is None for r in found.records)
     due = np.array([r.due for r in found.records])
     assert due - due[0] == pytest.approx(arrivals.sample_due_s(40), abs=1e-6)
     sent_times = np.array([r.sent for r in found.records])
@@ -96,7 +96,7 @@ def test_the_concurrency_limit_is_kept_and_used_in_full(rate: float) -> None:
     with Fake(lambda _, index: wait_for_six(index)) as fake:
         found = run_load(fake.url, make_requests(60), Arrivals(rate, 6, 1))
     assert all(r.failure_reason is None for r in found.records)
-    assert found.max_in_flight == 6 and fake.max_at_once == 6
+    assert fake.max_at_once == 6
     sent_times, end_times = (sorted(times) for times in zip(*((r.sent, r.ended) for r in found.records), strict=True))
     assert [r.sent for r in found.records] == sent_times  # in their order
     # Waiting is not the server's time: a request's clock starts when one of the six before it has ended.

@@ -10,10 +10,11 @@ from benchmarks import serving_costs as compare
 from stages import benchmark_served, serving_costs
 from stages.cells import timing_grid
 from stages.cells.timing_grid import TimingGrid
-from stages.engines import registry
+from stages.engines import cell_engine, registry
 from stages.engines.sglang import SGLang
-from stages.measuring import measured_loads, measured_server, requests, server_setup, simulated_answers
+from stages.measuring import repeats, server_setup, simulated_answers
 from stages.measuring.measured_server import MeasuredServer
+from stages.measuring.server_setup import ServedWorkload
 from stages.params import schema
 from stages.prompts import workload_prompts
 from stages.runtime import scratch
@@ -117,12 +118,11 @@ def test_answers_of_a_server_that_simulates(
     rows = [workload_prompts.WorkloadPrompt(str(n), [5, 6], answer_tokens=count) for n, count in enumerate((7, 30, 90))]
     workload_prompts.write_prompts("load", rows, [])
     p = schema.load_params()
-    work = server_setup.build_context(p, "load", server_setup.read_draft_config(p, "e003"))
-    simulated = simulated_answers.simulate_answers(work)
-    assert list(dict.fromkeys(length for length, _ in simulated.workload.list_loads())) == lengths
-    requests_by_length = {
-        length: [requests.make_request(simulated, row, 0, row.prompt_ids, length) for row in rows] for length in lengths
-    }
+    context = cell_engine.build_context(p, "sglang", "load", None, None)
+    work = ServedWorkload(context, server_setup.read_draft_config(p, "e003"))
+    simulated, turns = simulated_answers.simulate_answers(work), context.list_first_turns(context.prompts)
+    assert list(dict.fromkeys(length for length, _ in simulated.context.workload.list_loads())) == lengths
+    requests_by_length = {length: [simulated.make_request(turn, length) for turn in turns] for length in lengths}
     assert all(request.ignore_eos for length_requests in requests_by_length.values() for request in length_requests)
     for length, length_requests in requests_by_length.items():
         tokens = [request.max_tokens for request in length_requests]
@@ -130,7 +130,7 @@ def test_answers_of_a_server_that_simulates(
             assert tokens == [round(count * length / 40) for count in expected]
         else:
             assert len(set(tokens)) > 1 and all(0.5 * length - 1 <= count <= length for count in tokens)
-    plain = requests.make_request(work, rows[0], 0, rows[0].prompt_ids, lengths[0])
+    plain = work.make_request(turns[0], lengths[0])
     assert (plain.max_tokens, plain.ignore_eos) == (lengths[0], keys["ignore_eos"])
 
 
@@ -139,16 +139,16 @@ def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_lef
 ) -> None:
     """A machine that is slower for a while then slows one repeat of a load on all servers, not all loads of one server."""
     edit_params(load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "repeats": 2}}}})
-    monkeypatch.setattr(measured_server.ServerPlan, "count_servers_at_once", lambda _: 9)
-    run, turns = measured_loads.run_load, []
+    monkeypatch.setattr(ServedWorkload, "count_servers_at_once", lambda _: 9)
+    run, turns = repeats.run_load, []
 
-    def fall(work: Any, server: MeasuredServer, of: Any, repeat: int) -> None:
-        turns.append((server.config_name, of, repeat))
+    def fall(server: MeasuredServer, of: Any, repeat: int) -> None:
+        turns.append((server.name, of, repeat))
         if len(turns) == 27:
             raise KeyboardInterrupt
-        run(work, server, of, repeat)
+        run(server, of, repeat)
 
-    monkeypatch.setattr(measured_loads, "run_load", fall)
+    monkeypatch.setattr(repeats, "run_load", fall)
     with pytest.raises(KeyboardInterrupt):
         serving_costs.main("load")
     scratch.remove_scratch(scratch.locate_scratch("serving_costs-eval"))  # bug: another workload's took this one's away

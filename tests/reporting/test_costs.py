@@ -5,6 +5,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from stages import report
 from stages.cells import prediction, replay_records, timing_grid
 from stages.cells.cell import CELLS_FOLDER
 from stages.cells.prediction import PredictedSpeedup
-from stages.measuring import server_setup
-from stages.measuring.requests import ServedCellContext
+from stages.measuring import measured_server
+from stages.measuring.server_setup import ServedWorkload
 from stages.params import schema
 from stages.params.engines import SERVED
 from stages.params.tree_shape import TreeShape
@@ -188,8 +189,8 @@ def test_the_advised_command_is_the_measured_one(
     report.main()
     advised = next(row for row in prediction.read_launch() if row.flags)
     name = advised.checkpoint
-    work = ServedCellContext(schema.load_params(), *[None] * 8)  # type: ignore[arg-type]
-    measured = server_setup.configure_server(work, name, advised.shape, CONFIGS[family])
+    context: Any = SimpleNamespace(params=schema.load_params(), engine=engine)
+    measured = measured_server.configure_server(ServedWorkload(context, CONFIGS[family]), name, advised.shape)
     draft = {f"drafts/{name}/draft", f"gguf/{name}-f32.gguf", str(Path(f"drafts/{name}/draft").absolute())}
 
     def leave_path_out(flags: list[str]) -> list[str]:
