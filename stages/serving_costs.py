@@ -1,4 +1,4 @@
-"""serving_costs: time cycles of a serving engine.   python -m stages.serving_costs WORKLOAD
+"""serving_costs: time cycles of a serving engine.   python -m stages.serving_costs ENGINE WORKLOAD
 
 Serves every tree of `serving_costs.trees`, and the target alone, under the loads of one workload. The engine simulates how many
 drafts are accepted, so a draft that was never trained does, and each cycle yields a known number of tokens. From the times of
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from stages.cells import cost_fit, cycle_times, timing_grid
 from stages.cells.cell import LoadPoint
@@ -19,6 +20,7 @@ from stages.cells.cost_model import CostModel
 from stages.cells.record import Record, name_draft_sampling
 from stages.cells.timing_grid import CycleTime, TimingGrid
 from stages.engines import cell_engine, gpu_memory
+from stages.engines.cell_engine import LoadResult
 from stages.measuring import cell_run, load_checks, measured_server, repeats, server_setup, simulated_answers
 from stages.measuring.measured_server import MeasuredServer
 from stages.measuring.server_setup import ServedWorkload
@@ -28,24 +30,33 @@ from stages.runtime import atomic, scratch
 from stages.telemetry.run_stage import run_stage
 
 
-class ServedTimes(Record):
-    """The measurements of one server: of one load in one repeat, kept until all are measured, or of all loads and repeats."""
+class KeptLoad(Record):
+    """One repeat of a load on a server, kept until all are measured."""
 
     version: str | None  # of the engine
+    turns: list[LoadResult]
+    warnings: list[str]
+
+
+class ServedTimes(NamedTuple):
+    """The measurements of one server."""
+
+    server: MeasuredServer
+    version: str | None
     points: list[LoadPoint]
 
 
-def main(workload_name: str) -> None:
-    params, started = stage_inputs.read_params("serving_costs", workload_name), time.perf_counter()
+def main(engine: str, workload_name: str) -> None:
+    params, started = stage_inputs.read_params("serving_costs", engine, workload_name), time.perf_counter()
     settings = params.serving_costs
-    context = cell_engine.build_context(params, params.benchmark_served.engine, workload_name, None, None)
+    context = cell_engine.build_context(params, engine, workload_name, None, None)
     work = ServedWorkload(context, server_setup.read_draft_config(params, settings.checkpoint))
     servers = list(_configure_servers(work))
     version, gpus = work.find_version(), gpu_memory.list_visible_gpus()
     folder = scratch.locate_scratch(
-        f"serving_costs-{workload_name}",
+        f"serving_costs-{engine}-{workload_name}",
         context.workload.model_dump(),
-        params.benchmark_served.model_dump(include={"engine", "server"}),
+        [engine, work.settings.model_dump()],
         settings.model_dump(exclude={"workloads", "trees"}),
         asdict(context.manifest),
         context.prompts.rows(),
@@ -91,9 +102,7 @@ def _configure_servers(work: ServedWorkload) -> Iterator[MeasuredServer]:
         yield server
 
 
-def _measure_or_read(
-    work: ServedWorkload, servers: list[MeasuredServer], folder: Path
-) -> Iterator[tuple[MeasuredServer, ServedTimes]]:
+def _measure_or_read(work: ServedWorkload, servers: list[MeasuredServer], folder: Path) -> Iterator[ServedTimes]:
     """Yield the times of each server: those that a killed run left, or measured now.
 
     As many servers as the machine holds start at once, if they can, and take turns; else each is measured alone.
@@ -114,96 +123,88 @@ def _measure_or_read(
         with measured_server.open_servers(work, group, f"serving_costs-{work.context.workload_name}"):
             for repeat in range(work.context.workload.repeats):  # each on every server before the next
                 for server, load in repeats.order_loads(group, loads, repeat):
-                    if not _locate_times(folder, server, load, repeat).exists():
+                    if not _locate_load(folder, server, load, repeat).exists():
                         _measure_load(server, load, repeat, folder)
     for server in servers:
-        yield server, _join_repeats([_read_times(server, path) for path in _list_paths(folder, server)])
-
-
-def _read_times(server: MeasuredServer, path: Path) -> ServedTimes:
-    return ServedTimes.read_json(path, f"serving_costs@{server.context.workload_name}")
+        yield _read_times(server, folder)
 
 
 def _list_paths(folder: Path, server: MeasuredServer) -> list[Path]:
-    """Return where the times of each load of a server are kept, in every repeat."""
+    """Return where each load of a server is kept, in every repeat."""
     workload = server.context.workload
-    return [_locate_times(folder, server, load, n) for n in range(workload.repeats) for load in workload.list_loads()]
+    return [_locate_load(folder, server, load, n) for n in range(workload.repeats) for load in workload.list_loads()]
 
 
-def _locate_times(folder: Path, server: MeasuredServer, load: Load, repeat: int) -> Path:
+def _locate_load(folder: Path, server: MeasuredServer, load: Load, repeat: int) -> Path:
     return folder / f"{server.name}-{load.max_new_tokens}-{load.concurrency}-{repeat}.json"
 
 
+def _read_load(server: MeasuredServer, path: Path) -> KeptLoad:
+    return KeptLoad.read_json(path, timing_grid.name_costs_stage(server.context.engine, server.context.workload_name))
+
+
 def _measure_load(server: MeasuredServer, load: Load, repeat: int, folder: Path) -> None:
-    """Measure one repeat of a load on a server and keep its times.
+    """Measure one repeat of a load on a server and keep it.
 
     It is judged together with the server's earlier ones, of a killed run too: one alone may have too few cycles to tell.
 
     Raises:
-        ValueError: if the server did not accept as many tokens as it was told to. The earlier times are deleted then.
+        ValueError: if the server did not accept as many tokens as it was told to. The earlier ones are deleted then.
     """
     repeats.run_load(server, load, repeat)
-    point = cell_run.build_point(server, server.kind, load, server.results[server.kind][load][-1:])
-    rows = [row.model_copy(update={"repeat": repeat}) for row in point.requests]
-    times = ServedTimes(version=server.info.get("version"), points=[point.model_copy(update={"requests": rows})])
-    if server.simulated_length is not None:
+    turns, length = server.results[server.kind][load][-1], server.simulated_length
+    if length is not None:
         earlier_paths = [path for path in _list_paths(folder, server) if path.exists()]
-        all_times = [times, *(_read_times(server, path) for path in earlier_paths)]
-        found = [row for load_times in all_times for point in load_times.points for row in point.requests]
-        cycles, accepted = sum(row.cycles or 0 for row in found), sum(row.accepted or 0 for row in found)
+        found = [*turns, *(result for path in earlier_paths for result in _read_load(server, path).turns)]
         try:
-            load_checks.check_simulated(server.name, server.simulated_length, cycles, accepted, len(found))
+            answers = sum(len(result.records) for result in found)
+            load_checks.check_simulated(server.name, length, *repeats.sum_counts(found), answers)
         except ValueError:
             for path in earlier_paths:
                 path.unlink()
             raise
-    atomic.write_json(_locate_times(folder, server, load, repeat), times.model_dump())
+    kept = KeptLoad(version=server.info.get("version"), turns=turns, warnings=server.list_warnings(load, turns))
+    atomic.write_json(_locate_load(folder, server, load, repeat), kept.model_dump())
 
 
-def _join_repeats(all_times: list[ServedTimes]) -> ServedTimes:
-    """Return the times of one server, with one point for each load, of all its repeats."""
-    by_load: dict[Load, list[LoadPoint]] = {}
-    for point in (point for times in all_times for point in times.points):
-        by_load.setdefault(point.load, []).append(point)
-    points = [
-        repeats[0].model_copy(
-            update={
-                "loads": [load for point in repeats for load in point.loads],
-                "requests": [row for point in repeats for row in point.requests],
-                "warnings": list(dict.fromkeys(warning for point in repeats for warning in point.warnings)),
-            }
-        )
-        for repeats in by_load.values()
-    ]
-    return ServedTimes(version=all_times[0].version, points=points)
+def _read_times(server: MeasuredServer, folder: Path) -> ServedTimes:
+    """Return the points of a server, each of all repeats that are kept."""
+    workload, found, version = server.context.workload, list[LoadPoint](), None
+    for load in workload.list_loads():
+        paths = (_locate_load(folder, server, load, repeat) for repeat in range(workload.repeats))
+        kept = [_read_load(server, path) for path in paths]
+        point, version = cell_run.build_point(server, server.kind, load, [each.turns for each in kept]), kept[0].version
+        warnings = dict.fromkeys(warning for each in kept for warning in each.warnings)
+        found.append(point.model_copy(update={"warnings": list(warnings)}))
+    return ServedTimes(server, version, found)
 
 
-def _print_warnings(measured: list[tuple[MeasuredServer, ServedTimes]]) -> None:
+def _print_warnings(measured: list[ServedTimes]) -> None:
     """Print what is wrong with loads, each sentence once with the loads that it is of."""
     loads: dict[str, list[str]] = {}
-    for server, times in measured:
+    for times in measured:
         for point in times.points:
             for warning in point.warnings:
-                loads.setdefault(warning, []).append(f"{server.name}, {point.load}")
+                loads.setdefault(warning, []).append(f"{times.server.name}, {point.load}")
     for warning, names in loads.items():
         others = f" and {len(names) - 1} other loads" if len(names) > 1 else ""
         print(f"warning: {names[0]}{others}: {warning}", flush=True)
 
 
-def _list_cycles(measured: list[tuple[MeasuredServer, ServedTimes]]) -> dict[int, list[CycleTime]]:
+def _list_cycles(measured: list[ServedTimes]) -> dict[int, list[CycleTime]]:
     """Return the cycles of all trees by answer length."""
     found: dict[int, list[CycleTime]] = {}
-    for server, times in measured:
-        for point in times.points if server.tree else []:
-            assert server.tree, "a server without a draft has no cycles"
-            cycle = cycle_times.build_cycle_time(server.tree, point)
+    for server, _, points in measured:
+        for point in points if server.draft else []:
+            assert server.draft, "a server without a draft has no cycles"
+            cycle = cycle_times.build_cycle_time(server.draft.shape, point)
             found.setdefault(point.max_new_tokens, []).append(cycle)
     return found
 
 
 def _build_grid(
     work: ServedWorkload,
-    measured: list[tuple[MeasuredServer, ServedTimes]],
+    measured: list[ServedTimes],
     length: int,
     cycles: dict[int, list[CycleTime]],
     fit: CostModel,
@@ -211,9 +212,9 @@ def _build_grid(
     seconds: float,
 ) -> TimingGrid:
     """Return the timing grid of one answer length."""
-    points = [point for _, times in measured for point in times.points if point.max_new_tokens == length]
+    points = [point for times in measured for point in times.points if point.max_new_tokens == length]
     requests = [r for point in points for r in point.requests if not r.failed]
-    (baseline, plain_times), context = measured[0], work.context
+    (baseline, version, plain), context = measured[0], work.context
     return TimingGrid(
         definitions=timing_grid.COST_DEFINITIONS,
         engine=context.engine,
@@ -224,19 +225,19 @@ def _build_grid(
         target=[context.manifest.model, context.manifest.revision, context.manifest.config_digest],
         settings={
             "temperature": context.workload.temperature,
-            "draft_sampling": name_draft_sampling(measured[-1][0].samples_drafts),
+            "draft_sampling": name_draft_sampling(measured[-1].server.samples_drafts),
             "context": round(fmean(r.prompt_tokens + (r.output_tokens or 0) / 2 for r in requests)),
             "repeats": context.workload.repeats,
             "simulated_accept_length": work.params.serving_costs.accept_length,
         },
-        plain=cycle_times.build_plain_steps(point for point in plain_times.points if point.max_new_tokens == length),
+        plain=cycle_times.build_plain_steps(point for point in plain if point.max_new_tokens == length),
         grid=cycles[length],
         other_lengths=[
             cycle for other_length, length_cycles in cycles.items() for cycle in length_cycles if other_length != length
         ],
         fit=fit,
         hardware=work.describe_hardware(baseline.name, gpus),
-        versions={context.engine: plain_times.version} if plain_times.version else {},
+        versions={context.engine: version} if version else {},
         seconds=seconds,
     )
 
@@ -246,7 +247,8 @@ def _list_stage_gpus() -> list[int]:
     params = schema.load_params()
     settings = params.serving_costs
     names = [f"{settings.checkpoint}-{tree}" for tree in settings.trees]
-    return server_setup.list_stage_gpus(params, ["baseline", *names])
+    engines = params.benchmark_served.engines
+    return max((server_setup.list_stage_gpus(params, engine, ["baseline", *names]) for engine in engines), key=len)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ BROKEN = {  # a file, and a stage that reads it
     "results/fix_report.json": (report.main, []),
     "results/train/e003.json": (report.main, []),
     "results/replay/e003.csv": (report.main, []),
-    "results/cells/eval-e003-t5_1_6.json": (report.main, []),
+    "results/cells/torch/eval-e003-t5_1_6.json": (report.main, []),
     "data/hiddens/eval/origin.json": (replay_trees.main, ["e003"]),
     "drafts/e003/draft/config.json": (replay_trees.main, ["e003"]),
     "drafts/e000/state/progress.json": (train_draft.main, ["e001"]),

@@ -1,7 +1,6 @@
 """The torch engine's cell: later turns after plain decoding's answers, repeats in turns, a speedup's interval, grades."""
 
 import json
-import random
 import time
 from itertools import product
 from pathlib import Path
@@ -13,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.cells import metrics, table
-from stages.cells.cell import Cell, PooledSpeedup
+from stages.cells import table
+from stages.cells.cell import Cell
 from stages.cells.table import TableLine
 from stages.engines import torch_engine
 from stages.engines.cell_engine import CellContext
@@ -22,7 +21,7 @@ from stages.engines.torch_engine import TorchCell
 from stages.prompts import workload_prompts
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
-from tests.torch_cells import answers, read_line
+from tests.torch_cells import read_line
 
 ROOM = 12
 WORKLOAD: Any = SimpleNamespace(temperature=0.8, top_p=1.0, top_k=None, seed=42)
@@ -137,32 +136,6 @@ def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path
         assert all(r.output_tokens == plain.output_tokens for r, plain in both)
     seeds = [torch_engine.make_sampling_params(WORKLOAD, False, *key) for key in product("ab", (0, 1), (0, 1))]
     assert len({params.seed for params in seeds}) == 8, "each prompt, repeat and turn has draws of its own"
-
-
-# --- the speedup's interval -----------------------------------------------------------------------------------------
-
-
-def draw_answers(ids: list[str], repeats: int, draw: random.Random, seconds: tuple[float, float]) -> list[list[Any]]:
-    return [
-        [answers([name], draw.uniform(*seconds), 0.1, draw.randrange(5, 90))[0] for name in ids] for _ in range(repeats)
-    ]
-
-
-def pool(ids: list[str], repeats: int, prompt_set: str = "mt_bench") -> tuple[PooledSpeedup, float]:
-    """Return the pooled speedup of drawn answers, and the same by hand."""
-    draw = random.Random(3)
-    fast, plain = (draw_answers(ids, repeats, draw, seconds) for seconds in ((1, 2), (2, 5)))
-    speeds = [
-        sum(r.output_tokens for rows in kind for r in rows) / sum(r.e2e_s for rows in kind for r in rows)
-        for kind in (fast, plain)
-    ]
-    return metrics.pool_speedup(fast, plain, prompt_set), speeds[0] / speeds[1]
-
-
-def test_turns_of_one_conversation_are_one_cluster_of_the_eval_split() -> None:
-    """Bug: of the eval split each turn of a conversation is a row, and each counted as independent."""
-    assert pool(["q0.0", "q0.1", "q0.2"], 1, "eval")[0].speedup_low is None
-    assert pool(["q0.0", "q0.1", "q0.2"], 1)[0].speedup_low is not None
 
 
 # --- grades ---------------------------------------------------------------------------------------------------------

@@ -119,6 +119,12 @@ def test_clocks_are_in_order_and_no_more_are_under_way_than_asked_for(project: P
         assert load["duration_s"] == pytest.approx(max(last_s for *_, last_s in spans))
 
 
+def test_each_load_has_its_own_number_of_prompts(project: Path) -> None:
+    found = measured(project, "eval", concurrency=[1, 3], num_prompts=[2, 4])
+    assert [len(point["requests"]) for point in found["points"]] == [2, 4]
+    assert list_counts(found["points"][0]) == list_counts(found["points"][1])[:2]
+
+
 def test_sampled_answers_of_loads_equal_those_prompt_by_prompt(project: Path) -> None:
     sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "repeats": 2}
     rows = measured(project, "eval", **sampling)["points"][0]["requests"]

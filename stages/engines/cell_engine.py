@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import polars as pl
 
-from stages.cells.cell import DraftSize, Hardware, Memory, ServerDescription
-from stages.cells.record import GREEDY, DraftSampling
+from stages.cells.cell import CellSetting
 from stages.cells.request_record import RequestRecord
 from stages.grading import grade
 from stages.params import schema
@@ -137,7 +136,6 @@ class Subject(Protocol):
 
         Raises NotMeasuredError for a draft of which no token is accepted, ValueError where nothing is answered.
         """
-        raise NotImplementedError
 
     def list_warnings(self, load: Load, results: list[LoadResult]) -> list[str]:
         """Return what is to be known of a load, as sentences."""
@@ -152,19 +150,6 @@ class Subject(Protocol):
         return None
 
 
-@dataclass(frozen=True)
-class CellSetting:
-    """Where a cell was measured, as its record has it."""
-
-    hardware: Hardware
-    versions: dict[str, str]
-    fingerprint: dict[str, Any] = field(default_factory=dict)
-    draft_sampling: DraftSampling = GREEDY
-    server: ServerDescription = field(default_factory=ServerDescription)
-    memory: Memory = field(default_factory=Memory)
-    draft: DraftSize | None = None
-
-
 class CellEngine(Protocol):
     """An engine with the draft, the tree and the workload of one cell."""
 
@@ -174,16 +159,13 @@ class CellEngine(Protocol):
     is_first: bool = True  # whether this process writes the cell
 
     @property
-    def subjects(self) -> list[Subject]:
-        raise NotImplementedError
+    def subjects(self) -> list[Subject]: ...
 
     def list_gpus(self) -> list[int]:
         """Return the GPUs whose energy counts, as indices into CUDA_VISIBLE_DEVICES."""
-        raise NotImplementedError
 
     def explain_unsupported(self) -> str | None:
         """Return why the engine can't run the cell; None if it can. Nothing is loaded or started."""
-        raise NotImplementedError
 
     def launch(self) -> bool:
         """Measure in several processes where that is asked for; return whether they have. Raises ValueError if one fails."""
@@ -198,8 +180,6 @@ class CellEngine(Protocol):
 
         Raises NotMeasuredError where the engine can't run them, ValueError where they would measure something else.
         """
-        raise NotImplementedError
 
     def describe(self) -> CellSetting:
         """Return where the cell was measured, after all are closed."""
-        raise NotImplementedError

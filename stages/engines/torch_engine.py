@@ -20,7 +20,7 @@ import polars as pl
 import torch
 
 from stages.cells import cell
-from stages.cells.cell import PLAIN, SKIPPED, SPECULATIVE, DraftSize, Memory, NotMeasuredError
+from stages.cells.cell import PLAIN, SKIPPED, SPECULATIVE, CellSetting, DraftSize, Memory, NotMeasuredError
 from stages.cells.points import MIN_JUDGED_CYCLES
 from stages.cells.record import name_draft_sampling
 from stages.cells.request_record import AcceptanceCounts, RequestRecord
@@ -30,15 +30,7 @@ from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.device_placement import measure_remaining_memory, place_model
 from stages.engine.memory_estimate import MemoryEstimate
 from stages.engine.sampling import SamplingParams
-from stages.engines.cell_engine import (
-    CellContext,
-    CellEngine,
-    CellSetting,
-    LoadResult,
-    QuestionTurn,
-    ResultsByKind,
-    Subject,
-)
+from stages.engines.cell_engine import CellContext, CellEngine, LoadResult, QuestionTurn, ResultsByKind, Subject
 from stages.families import family
 from stages.families.draft_decoding import build_engine
 from stages.params import schema

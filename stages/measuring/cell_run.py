@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import zip_longest
 
-from stages.cells import cell, points
+from stages.cells import cell, interval, metrics, points
 from stages.cells.cell import (
     PLAIN,
     RAN,
@@ -53,7 +53,7 @@ def measure_cell(
             return
     results = repeats.join_results(measured) if status == RAN else {}
     found = {kind: _build_points(measured, kind, ended) for kind in results}
-    setting, plain = measured.describe(), found.get(PLAIN, [])
+    plain = found.get(PLAIN, [])
     record = Cell(
         workload=workload_name,
         checkpoint=checkpoint,
@@ -61,19 +61,13 @@ def measure_cell(
         engine=engine,
         status=status,
         reason=reason,
-        draft_sampling=setting.draft_sampling,
-        fingerprint=setting.fingerprint,
-        server=setting.server,
-        memory=setting.memory,
-        draft=setting.draft,
         points=found.get(SPECULATIVE, []) if tree else plain,
         baseline_points=plain if tree else [],
-        hardware=setting.hardware,
-        versions=setting.versions,
         seconds=round(time.perf_counter() - started, 2),
         gpus=meter.names(),
         joules=meter.joules(),
         **measured.context.workload.model_dump(include=cell.SAMPLING_KEYS),
+        **vars(measured.describe()),
     )
     print(f"{record.name}: {_summarise(record)} -> {record.write()}")
 
@@ -118,10 +112,14 @@ def build_point(
     context = subject.context
     results = [result for turns in of_load for result in turns]
     answers, acceptance = [record for result in results for record in result.records], None
-    if kind == SPECULATIVE and context.tree and any(record.counts for record in answers):
-        sizes = context.tree.num_steps, context.tree.num_draft_tokens
-        found = points.pool_counts(answers, context.workload.prompts, *sizes)
-        acceptance = found.model_copy(update={"engine": subject.list_figures(results)})
+    counted = [(record, record.counts) for record in answers if record.counts]
+    if kind == SPECULATIVE and context.tree and counted:
+        acceptance = metrics.pool_acceptance(
+            [counts for _, counts in counted],
+            [interval.get_cluster(context.workload.prompts, record.question_id) for record, _ in counted],
+            context.tree.num_steps,
+            context.tree.num_draft_tokens,
+        ).model_copy(update={"engine": subject.list_figures(results)})
     return points.build_point(
         load,
         context.workload.request_rate,
@@ -149,8 +147,12 @@ def _summarise(record: Cell) -> str:
 
 
 def _summarise_point(point: LoadPoint | None, plain: LoadPoint | None, is_greedy: bool) -> str:
-    if not (point and plain and point.in_turns and point.acceptance):
-        return points.describe_point(point, plain)
-    share = point.share_identical(plain) if is_greedy else None
-    identical = "" if share is None else f"identical {share:.0%} of "
-    return f"tau {point.acceptance.tau:.3f}, speedup {point.in_turns.speedup:.2f}, {identical}{len(point.requests)} answers"
+    told = [f"tau {point.acceptance.tau:.3f}"] if point and point.acceptance else []
+    if point and plain and point.in_turns:
+        share = point.share_identical(plain) if is_greedy else None
+        identical = "" if share is None else f"identical {share:.0%} of "
+        return f"{', '.join(told)}, speedup {point.in_turns.speedup:.2f}, {identical}{len(point.requests)} answers"
+    for one, word in ((point, ""), (plain, "plain ")):
+        told += [f"{word}{points.format_throughput(one.mean_throughput)}"] if one else []
+    some = point or plain
+    return f"{some.load if some else ''}: {', '.join(told)}"

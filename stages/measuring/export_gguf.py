@@ -63,7 +63,7 @@ def _choose_chain(params: schema.Params, checkpoint_name: str, config: dict[str,
     if reason := ENGINE.explain_unsupported(shape, config):
         raise ValueError(f"{checkpoint_name}: {reason}; llama.cpp takes EAGLE-3 and block drafts")
     folder = checkpoint.locate_checkpoint(checkpoint_name) / "draft"
-    return describe_draft(str(folder), config, shape, params.benchmark_served.server.algorithm)
+    return describe_draft(str(folder), config, shape, params.benchmark_served.get_server(ENGINE.name).algorithm)
 
 
 def _choose_setup(params: schema.Params, outtype: str) -> ServerSetup:
@@ -76,7 +76,7 @@ def _choose_setup(params: schema.Params, outtype: str) -> ServerSetup:
         device=target.device,
         trust_remote_code=target.trust_remote_code,
         tp=1,
-        mem_fraction=params.benchmark_served.server.mem_fraction,
+        mem_fraction=params.benchmark_served.get_server(ENGINE.name).mem_fraction,
         max_total_tokens=None,
         max_batch=1,
         context_length=None,

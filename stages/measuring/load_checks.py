@@ -35,7 +35,7 @@ def check_drafts_accepted(
         found = f"{server_name}: no draft was accepted in {cycles} cycles, so tau is 1.00"
         if draft.algorithm == "EAGLE":
             raise ValueError(
-                f"{found}: benchmark_served.server.algorithm is EAGLE, which leaves out the fusion; set EAGLE3"
+                f"{found}: benchmark_served.servers.*.algorithm is EAGLE, which leaves out the fusion; set EAGLE3"
             )
         raise NotMeasuredError(
             SKIPPED,

@@ -21,7 +21,7 @@ from stages.engines.protocol import ServedDraft, ServerSetup, describe_draft, fo
 from stages.engines.server import ServerGroup
 from stages.measuring import load_checks, load_generator, measurement_lock, server_setup
 from stages.measuring.load_generator import Arrivals
-from stages.measuring.server_setup import SECTION, ServedWorkload
+from stages.measuring.server_setup import ServedWorkload
 from stages.params import server_urls
 from stages.params.tree_shape import Load, TreeShape
 from stages.params.units import format_gib
@@ -38,8 +38,7 @@ class MeasuredServer(Subject):
     """A server configuration under one workload, and what was measured on it."""
 
     work: ServedWorkload
-    name: str  # as benchmark_served.server.base_urls names it
-    tree: TreeShape | None = None  # None: without a draft
+    name: str  # as benchmark_served.servers.*.base_urls names it
     draft: ServedDraft | None = None
     speculation_flags: list[str] = field(default_factory=list)
     results: ResultsByKind = field(default_factory=dict)
@@ -68,7 +67,7 @@ class MeasuredServer(Subject):
     @property
     def num_draft_tokens(self) -> int:
         """Return the tokens of the tree, 0 without a draft."""
-        return self.draft.num_draft_tokens if self.draft else 0
+        return self.draft.shape.num_draft_tokens if self.draft else 0
 
     @property
     def needs_vision_patch(self) -> bool:
@@ -97,8 +96,8 @@ class MeasuredServer(Subject):
     def explain_unsupported(self) -> str | None:
         """Return why the engine can't run the configuration; None if it can."""
         engine, config = self.work.engine, self.work.draft_config
-        reason = engine.explain_unsupported(self.tree, config) if self.tree else None
-        if self.tree and not reason and engine.find_change(config):
+        reason = engine.explain_unsupported(self.draft.shape, config) if self.draft else None
+        if self.draft and not reason and engine.find_change(config):
             reason = engine.explain_old_version(self.work.find_version(), config)
         if reason:
             return reason
@@ -129,10 +128,10 @@ class MeasuredServer(Subject):
                 arrivals=Arrivals(workload.requests_per_second, load.concurrency, workload.seed + repeat),
                 request_timeout_s=workload.deadline_s,
                 warmup=uncounted,
-                section=SECTION,
+                section=self.work.section,
                 key=self.work.api_key,
                 engine=self.work.engine,
-                num_steps=self.draft.num_steps if self.draft else None,
+                num_steps=self.draft.shape.num_steps if self.draft else None,
                 check=self.check,
                 on_request_end=bar.update,
             )
@@ -171,7 +170,7 @@ def configure_server(work: ServedWorkload, checkpoint_name: str | None, tree: Tr
     folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
     draft = describe_draft(folder, work.draft_config, tree, work.settings.algorithm)
     flags = work.engine.build_speculation_flags(draft, work.draft_config)
-    return MeasuredServer(work, cell.name_configuration(checkpoint_name, tree.name), tree, draft, flags)
+    return MeasuredServer(work, cell.name_configuration(checkpoint_name, tree.name), draft, flags)
 
 
 # Opening
@@ -190,7 +189,7 @@ def open_servers(work: ServedWorkload, servers: list[MeasuredServer], owner: str
     groups = [servers] if work.can_start_together() else [[each] for each in servers]
     with contextlib.ExitStack() as turn, contextlib.ExitStack() as stack:
         for group in groups:
-            _open_group(work, group, LOGS_FOLDER / owner, stack)
+            _open_group(work, group, LOGS_FOLDER / f"{work.context.engine}-{owner}", stack)
         turn.enter_context(measurement_lock.measure_server())
         yield
     gpu_after = wait_for_release(gpus_before)
@@ -258,7 +257,7 @@ def _prepare_process(measured: MeasuredServer, setup: ServerSetup, log: Path) ->
     """
     work, engine, port = measured.work, measured.work.engine, find_free_port()
     if work.settings.base_urls:
-        print(f"note: {SECTION}.base_urls has no {measured.name}; starting one", flush=True)
+        print(f"note: {work.section}.base_urls has no {measured.name}; starting one", flush=True)
     flags = measured.speculation_flags
     if measured.draft:
         engine.check_program(work.program_path, flags)
@@ -288,7 +287,7 @@ def _prepare_process(measured: MeasuredServer, setup: ServerSetup, log: Path) ->
         work.settings.start_timeout_s,
         threads=num_threads if is_on_cpu else None,
         environment=environment,
-        section=SECTION,
+        section=work.section,
     )
 
 
@@ -311,16 +310,18 @@ def check_memory(
 async def _identify_server(measured: MeasuredServer) -> None:
     """Read what the server reports of itself. Raises ValueError if it is not the one meant."""
     work, url, timeout_s = measured.work, measured.url, measured.context.workload.deadline_s
-    async with http_session.HttpSession(work.served_model, timeout_s, SECTION, work.api_key) as http:
+    async with http_session.HttpSession(work.served_model, timeout_s, work.section, work.api_key) as http:
         try:
             engine = await registry.identify_engine(http, url)
             measured.info = await engine.fetch_info(http, url)
         except http_session.ExchangeFailedError as error:
             measured.check()
-            raise ValueError(f"{url} can't be asked: {error}; is it running? Correct {SECTION}.base_urls") from None
+            raise ValueError(
+                f"{url} can't be asked: {error}; is it running? Correct {work.section}.base_urls"
+            ) from None
     if engine is not work.engine:
         raise ValueError(
-            f"{url} is served by {engine.name}, expected {work.engine.name}; correct benchmark_served.engine"
+            f"{url} is served by {engine.name}, expected {work.engine.name}; correct {work.section}.base_urls"
         )
     engine.check_version(measured.info.get("version"))
     measured.memory = engine.read_memory(measured.info)

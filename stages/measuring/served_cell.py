@@ -1,17 +1,17 @@
 """A cell of a serving engine: one server configuration under one workload, or two, with the draft and without, in turns.
 
-The stage starts the servers and stops them, or uses running ones (benchmark_served.server.base_urls). A workload that is a sweep
-has a point for each answer length and concurrency, all measured on one server.
+The stage starts the servers and stops them, or uses running ones (`base_urls`). A workload that is a sweep has a point for each
+answer length and concurrency, all measured on one server.
 """
 
 from contextlib import AbstractContextManager
 from typing import Any
 
 from stages.cells import cell
-from stages.cells.cell import ServerDescription
+from stages.cells.cell import CellSetting, ServerDescription
 from stages.cells.record import name_draft_sampling
 from stages.engines import gpu_memory
-from stages.engines.cell_engine import CellContext, CellEngine, CellSetting, Subject
+from stages.engines.cell_engine import CellContext, CellEngine, Subject
 from stages.measuring import measured_server, server_setup
 from stages.measuring.server_setup import ServedWorkload
 
@@ -35,7 +35,7 @@ class ServedCell(CellEngine):
         return [*self.servers]
 
     def list_gpus(self) -> list[int]:
-        return server_setup.list_stage_gpus(self.context.params, [self.measured.name])
+        return server_setup.list_stage_gpus(self.context.params, self.context.engine, [self.measured.name])
 
     def explain_unsupported(self) -> str | None:
         if reason := self.measured.explain_unsupported():
@@ -45,8 +45,8 @@ class ServedCell(CellEngine):
 
     def open(self, subjects: list[Subject]) -> AbstractContextManager[None]:
         opened, tree = [each for each in self.servers if each in subjects], self.context.tree
-        owner = cell.name_cell(self.context.workload_name, self.context.checkpoint, tree.name if tree else None)
-        return measured_server.open_servers(self.work, opened, owner)
+        name = cell.name_cell(self.context.workload_name, self.context.checkpoint, tree.name if tree else None)
+        return measured_server.open_servers(self.work, opened, name)
 
     def describe(self) -> CellSetting:
         hardware = self.work.describe_hardware(self.measured.name, self.gpus_before)

@@ -21,14 +21,13 @@ from stages.params.engines import locate_program
 from stages.prompts import workload_prompts
 from stages.target import vision
 
-SECTION = "benchmark_served.server"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROMPT_COLUMNS = ("id", "prompt_ids", "length_share")  # of a cell's fingerprint
 
 
-def list_stage_gpus(params: schema.Params, config_names: list[str]) -> list[int]:
-    """Return the GPUs of servers of these configurations. External servers use no local GPU."""
-    settings = params.benchmark_served.server
+def list_stage_gpus(params: schema.Params, engine: str, config_names: list[str]) -> list[int]:
+    """Return the GPUs of an engine's servers of these configurations. External servers use no local GPU."""
+    settings = params.benchmark_served.get_server(engine)
     external = all(name in settings.base_urls for name in config_names)
     return [] if external or params.target.device == "cpu" else list(range(settings.tp))
 
@@ -52,8 +51,13 @@ class ServedWorkload:
         return self.context.params
 
     @property
+    def section(self) -> str:
+        """Return the section of params.yaml, for messages."""
+        return f"benchmark_served.servers.{self.context.engine}"
+
+    @property
     def settings(self) -> BenchmarkServer:
-        return self.params.benchmark_served.server
+        return self.params.benchmark_served.get_server(self.context.engine)
 
     @property
     def engine(self) -> ServingEngine:
@@ -61,7 +65,7 @@ class ServedWorkload:
 
     @cached_property
     def api_key(self) -> str | None:
-        return http_session.read_api_key(self.settings.api_key_env, SECTION)
+        return http_session.read_api_key(self.settings.api_key_env, self.section)
 
     @cached_property
     def image_processor(self) -> vision.CachedImageProcessor | None:

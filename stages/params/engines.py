@@ -13,7 +13,7 @@ from typing import Literal
 
 from stages.params.tree_shape import NamedShape, TreeShape
 
-ServedEngine = Literal["sglang", "vllm", "llama.cpp"]  # benchmark_served.engine
+ServedEngine = Literal["sglang", "vllm", "llama.cpp"]  # benchmark_served.engines
 LaunchedEngine = Literal["transformers", "sglang", "vllm", "llama.cpp"]  # sample_target.server.launch
 CellEngine = Literal["torch", "sglang", "vllm", "llama.cpp"]  # `engine` of a cell, and of a recipe's cells
 EngineKind = Literal["torch", "served"]  # of the cells that a form of `aerie serve` names
@@ -50,10 +50,10 @@ class EngineFacts:
     title: str  # as its authors write it
     program: str = ""  # that starts its server; "": this Python, with its package
     modules: tuple[str, ...] = ()  # that cells of engines without them import and never run
-    serves_drafts: bool = True  # as benchmark_served.engine
+    serves_drafts: bool = True  # as benchmark_served.engines
     is_in_process: bool = False
     tells_version: bool = False  # whether its program tells it, where no environment does
-    loads_quantised: bool = False  # files of benchmark_served.server.quantised
+    loads_quantised: bool = False  # files of the type `quantised` of its servers
     runs: str = "chains"  # in words
     explain_tree: ExplainShape | None = None  # of EAGLE-3's; None: it runs chains alone
     # Families of drafts without weights that it has itself, by name; None: one that aerie does not start.

@@ -29,13 +29,13 @@ def test_the_turn_to_measure_ends_when_the_server_has_ended(
 
     def watch(servers: server.ServerGroup, *_: object) -> None:
         stop(servers)
-        were_free.append(measurement_lock._is_free("starting"))
+        were_free.append(measurement_lock.is_free("starting"))
 
     monkeypatch.setattr(server.ServerGroup, "__exit__", watch)
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}})
-    benchmark_served.main("eval")
-    assert were_free == [False] and measurement_lock._is_free("starting")
+    benchmark_served.main("sglang", "eval")
+    assert were_free == [False] and measurement_lock.is_free("starting")
 
 
 @pytest.mark.parametrize("starts_together", [True, False])
@@ -52,9 +52,9 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
     monkeypatch.setattr(ServedWorkload, "can_start_together", lambda _: starts_together)
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
-    benchmark_served.main("eval", "e003", "t5_1_6")
+    benchmark_served.main("sglang", "eval", "e003", "t5_1_6")
     # Bug: a baseline's log had one name in all cells of its workload, so that cells made at once wrote over each other's.
-    assert {path.name for path in Path(".scratch/served/eval-e003-t5_1_6").iterdir()} == {
+    assert {path.name for path in Path(".scratch/served/sglang-eval-e003-t5_1_6").iterdir()} == {
         "baseline.log",
         "e003-t5_1_6.log",
     }
@@ -66,7 +66,9 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
 def make_work(base_urls: dict[str, str] | None = None, **changes: Any) -> ServedWorkload:
     """Servers of a GPU."""
     settings = SimpleNamespace(base_urls=base_urls or {}, vision_patch=False)
-    params = SimpleNamespace(benchmark_served=SimpleNamespace(server=settings), target=SimpleNamespace(dtype="float32"))
+    params = SimpleNamespace(
+        benchmark_served=SimpleNamespace(get_server=lambda engine: settings), target=SimpleNamespace(dtype="float32")
+    )
     sizes = SimpleNamespace(num_layers=1, num_key_value_heads=1, head_dim=1)
     workload = SimpleNamespace(list_loads=lambda: [(1, 1)])
     context: Any = SimpleNamespace(
@@ -98,7 +100,7 @@ def test_two_servers_that_do_not_fit_are_started_for_each_turn(
     monkeypatch.setattr(ServedWorkload, "count_servers_at_once", lambda _: 1)
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
-    benchmark_served.main("eval", "e003", "t5_1_6")
+    benchmark_served.main("sglang", "eval", "e003", "t5_1_6")
     output_lines = capfd.readouterr().out.splitlines()
     started = [line.split(";")[0].rpartition(" ")[2] for line in output_lines if line.startswith("starting")]
     assert started == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]

@@ -138,7 +138,7 @@ def test_a_deadline_is_from_sending_to_the_last_byte() -> None:
 def test_what_concerns_every_request_ends_the_load(status: int) -> None:
     with Fake(lambda *_: status) as fake, pytest.raises(ValueError, match=f"HTTP {status}") as failed:
         run_load(fake.url, make_requests(50), Arrivals(math.inf, 2, 0))
-    assert status == 404 or "benchmark_served.server.api_key_env" in str(failed.value)
+    assert status == 404 or "benchmark_served.servers.sglang.api_key_env" in str(failed.value)
     assert len(fake.bodies) <= 3
 
 
@@ -181,7 +181,7 @@ def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:
                 Arrivals(math.inf, 5, 0),
                 60.0,
                 [],
-                "benchmark_served.server",
+                "benchmark_served.servers.sglang",
                 engine=registry.OTHER,
             )
         )

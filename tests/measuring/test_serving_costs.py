@@ -19,7 +19,7 @@ from stages.params import schema
 from stages.prompts import workload_prompts
 from stages.runtime import scratch
 from tests.conftest import EVAL, edit_params
-from tests.measuring.served_project import DOUBLE, edit_server, read_replayed_tree
+from tests.measuring.served_project import read_replayed_tree
 
 VLLM_TREES = ["t1_1_2", "t2_1_3", "t4_1_5", "t5_1_6"]
 TREES = ["t2_1_3", "t6_1_7", "t3_2_8", "t6_4_32"]
@@ -56,8 +56,8 @@ def compute_floor(grid: TimingGrid) -> list[tuple[float, float]]:
 
 def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_params(load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "max_new_tokens": [8, 16]}}}})
-    serving_costs.main("load")
-    short, long = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    serving_costs.main("sglang", "load")
+    short, long = timing_grid.read_serving_costs("sglang", "load", "builtin/weather-tiny")
     assert (short.max_new_tokens, long.max_new_tokens) == (8, 16)
     for grid in (short, long):
         assert [(c.shape.name, c.batch) for c in grid.grid] == [(tree, batch) for tree in TREES for batch in (1, 2)]
@@ -68,8 +68,8 @@ def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixt
     cycle_times = {c.shape.name: c.cycle_s for c in long.grid if c.batch == 1}
     assert cycle_times["t6_4_32"] > cycle_times["t2_1_3"]
     with pytest.raises(ValueError, match=r"has timed drafts of the target builtin/weather-tiny, expected other"):
-        timing_grid.read_serving_costs("load", "other")
-    text = timing_grid.locate_serving_costs("load").read_text()
+        timing_grid.read_serving_costs("sglang", "load", "other")
+    text = timing_grid.locate_timing_grid("sglang", "load").read_text()
     assert '"tau' not in text and not list(Path("results/cells").glob("*"))
     printed = capsys.readouterr().out
     assert "acceptance simulated" in printed and "tau" not in printed
@@ -82,7 +82,7 @@ def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixt
 
 def check_arrivals() -> None:
     """A workload of one length is measured at a quarter of it too; one request at a time is never interrupted."""
-    (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    (grid,) = timing_grid.read_serving_costs("sglang", "load", "builtin/weather-tiny")
     assert grid.max_new_tokens == 20 and len(grid.fit.left_out_s) == 2 * len(grid.grid) == 16
     assert len(grid.other_lengths) == 8  # a quarter as long, fitted with the others
     read = {(c.shape.name, c.batch): c.arrivals.per_step for c in grid.grid}
@@ -150,9 +150,11 @@ def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_lef
 
     monkeypatch.setattr(repeats, "run_load", fall)
     with pytest.raises(KeyboardInterrupt):
-        serving_costs.main("load")
-    scratch.remove_scratch(scratch.locate_scratch("serving_costs-eval"))  # bug: another workload's took this one's away
-    serving_costs.main("load")
+        serving_costs.main("sglang", "load")
+    scratch.remove_scratch(
+        scratch.locate_scratch("serving_costs-sglang-eval")
+    )  # bug: another workload's took this one's away
+    serving_costs.main("sglang", "load")
     names = ["baseline", *(f"e003-{tree}" for tree in TREES)]
     expected = [
         (name, of, repeat)
@@ -167,16 +169,15 @@ def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_lef
         measured, of_server = (sum(turn[0] == name for turn in turn_list) for turn_list in (expected[:26], expected))
         assert f"{name}: {measured} of {of_server} loads were measured before" in printed
     check_arrivals()
-    (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    (grid,) = timing_grid.read_serving_costs("sglang", "load", "builtin/weather-tiny")
     assert {cycle.samples for cycle in grid.grid} == {step.samples for step in grid.plain} == {2}
 
 
 def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
     """No more tokens than a chain has drafts, and one: vLLM refuses a longer acceptance."""
-    edit_server(load, command=[*DOUBLE, "vllm", "serve"])
-    edit_params(load, {"benchmark_served": {"engine": "vllm"}, "serving_costs": {"trees": VLLM_TREES}})
-    serving_costs.main("load")
-    (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    edit_params(load, {"serving_costs": {"trees": VLLM_TREES}})
+    serving_costs.main("vllm", "load")
+    (grid,) = timing_grid.read_serving_costs("vllm", "load", "builtin/weather-tiny")
     assert grid.engine == "vllm" and len(grid.grid) == 8 and all(found > floor for floor, found in compute_floor(grid))
     flags = ["--speculative-config", json.dumps({"method": "eagle3", "num_speculative_tokens": 1}), "--x"]
     _, config, other_flag = registry.get("vllm").simulate_acceptance(2.0, flags)[0]
@@ -190,11 +191,11 @@ def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
 def test_a_server_that_does_not_accept_as_told_is_refused(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that passes over the setting would be timed at the draft's own tau, and the file would say another."""
     edit_params(load, {"serving_costs": {"accept_length": 2.9}})
-    timing_grid.locate_serving_costs("load").unlink(missing_ok=True)  # of another test
+    timing_grid.locate_timing_grid("sglang", "load").unlink(missing_ok=True)  # of another test
     monkeypatch.setattr(SGLang, "simulate_acceptance", lambda *words: (words[-1], {"SGLANG_SIMULATE_ACC_LEN": "1.5"}))
     with pytest.raises(ValueError, match=r"e003-t2_1_3: 1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
-        serving_costs.main("load")
-    assert not timing_grid.locate_serving_costs("load").exists()
+        serving_costs.main("sglang", "load")
+    assert not timing_grid.locate_timing_grid("sglang", "load").exists()
 
 
 def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,10 +209,10 @@ def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.Cap
             "serving_costs": {"workloads": ["eval"]},
         },
     )
-    serving_costs.main("eval")
-    benchmark_served.main("eval")
+    serving_costs.main("sglang", "eval")
+    benchmark_served.main("sglang", "eval")
     for tree in ("t5_1_6", "t8_2_16"):
-        benchmark_served.main("eval", "e003", tree)
+        benchmark_served.main("sglang", "eval", "e003", tree)
     capsys.readouterr()
     compare.main("e003")
     printed = capsys.readouterr().out

@@ -119,14 +119,11 @@ def test_a_number_is_a_number(key_path: tuple[str, ...], value: Any) -> None:
     if (
         value == [1]
         and key_path[:2] == ("benchmark", "workloads")
-        and key_path[-1] in ("max_new_tokens", "concurrency")
+        and key_path[-1] in ("max_new_tokens", "concurrency", "num_prompts")
     ):
         schema.load_params()  # a list is a sweep
         return
     (line,) = list_problems()
-    if value == [1] and key_path[-1] == "num_prompts":  # of a server's workload
-        assert line.startswith("benchmark: torch_workloads: workload eval has a list of num_prompts, expected one")
-        return
     if value == [1] and ".".join(key_path) == "sample_target.temperature":  # a list is a mixture
         assert line == "sample_target.temperature.0: expected a section with temperature, weight, found 1"
         return
@@ -239,8 +236,8 @@ def test_a_range_of_ports_is_servers_of_sample_target_and_of_no_cell() -> None:
     """Bug: the pattern for one server stood at both, so the list that docs/sampling.md shows was refused."""
     set_value(("sample_target", "server", "base_urls"), ["http://gpu1:8000", "http://gpu2:6000-6007"])
     assert schema.load_params().sample_target.server.base_urls[1] == "http://gpu2:6000-6007"
-    set_value(("benchmark_served", "server", "base_urls"), {"baseline": "http://gpu2:6000-6007"})
-    assert "benchmark_served.server.base_urls.baseline: expected text matching" in read_refusal()
+    set_value(("benchmark_served", "servers", "sglang", "base_urls"), {"baseline": "http://gpu2:6000-6007"})
+    assert "benchmark_served.servers.sglang.base_urls.baseline: expected text matching" in read_refusal()
 
 
 @pytest.mark.parametrize(
@@ -272,9 +269,9 @@ def test_wrong_ports_and_a_server_of_two_configurations_are_found_when_params_ar
     urls: dict[str, str], message: str
 ) -> None:
     """Bug: only the running cell found them, the second of them after the first was measured."""
-    set_value(("benchmark_served", "server", "base_urls"), urls)
+    set_value(("benchmark_served", "servers", "sglang", "base_urls"), urls)
     (line,) = list_problems()
-    assert line.startswith(f"benchmark_served.server.base_urls{message}")
+    assert line.startswith(f"benchmark_served.servers.sglang.base_urls{message}")
 
 
 @pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])

@@ -180,7 +180,7 @@ def test_the_advised_command_is_the_measured_one(
         made_up_block_draft.add_block_draft(project)
         edit_params(Path(), {"time_trees": {"checkpoints": ["e000", name]}})
         timing_grid.write_timing_grid(costs.made_up(name, draft=CONFIGS[family]))
-    edit_params(Path(), {"benchmark_served": {"engine": engine}})
+    edit_params(Path(), {"benchmark_served": {"engines": [engine]}})
     simulated = simulate([*CHAINS], engine=engine)
     if family == "eagle3":
         timing_grid.write_timing_grid(costs.made_up(draft=CONFIGS[family]))
@@ -258,7 +258,7 @@ def test_a_grid_that_was_timed_beside_other_work_advises_nothing(
     project: schema.Params, odd: Row, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: a grid whose plain step took 207 ms, where 70 was right, had the verdict launch a tree that loses."""
-    for cell in CELLS_FOLDER.iterdir():
+    for cell in CELLS_FOLDER.rglob("*.json"):
         cell.unlink()
     edit_params(
         Path(), {"benchmark": {"torch_workloads": []}, "benchmark_served": {"workloads": ["eval"], "checkpoints": []}}
