@@ -62,16 +62,16 @@ from stages.telemetry.stage_log import LOG_FILE
 CHECKPOINT, TREE, TARGET, RAW = "e001", "t5_4_16", "big-target", "data/raw/big"
 PARTS = (
     "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft@e000", "check_overfit@e000",
-    f"train_draft@{CHECKPOINT}", f"replay_trees@{CHECKPOINT}", "prepare_prompts@eval", "benchmark_served_baseline@eval",
-    f"benchmark_served@eval-{CHECKPOINT}-{TREE}",
+    f"train_draft@{CHECKPOINT}", f"replay_trees@{CHECKPOINT}", "prepare_prompts@eval", "benchmark_served_baseline@sglang-eval",
+    f"benchmark_served@sglang-eval-{CHECKPOINT}-{TREE}",
 )  # fmt: skip
 AT_ONCE = [1, 8, 32, 128]
 LIVE = "sweep"  # the workload of --costs
 LIVE_TREES = "t3_1_4 t5_4_16 t8_2_16"
 COST_PARTS = (*PARTS[: PARTS.index("prepare_prompts@eval")], f"prepare_prompts@{LIVE}")
 COST_CELLS = (  # the grid first
-    f"serving_costs@{LIVE}",
-    *(f"benchmark_served@{LIVE}-{CHECKPOINT}-{tree}" for tree in LIVE_TREES.split()),
+    f"serving_costs@sglang-{LIVE}",
+    *(f"benchmark_served@sglang-{LIVE}-{CHECKPOINT}-{tree}" for tree in LIVE_TREES.split()),
 )
 MEASURED = "big_graph.json"  # in FOLDER: a StageCost of each stage that ran
 COST_CONTEXT = 2048  # tokens of a prompt and its answer, at most, of --costs: the positions of its target
@@ -299,7 +299,7 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
         "checkpoints": [CHECKPOINT], "trees": [TREE],
     }  # fmt: skip
     p["benchmark_served"] |= {"workloads": ["eval"], "checkpoints": [CHECKPOINT], "trees": [TREE]}
-    p["benchmark_served"]["server"] |= {
+    p["benchmark_served"]["servers"]["sglang"] |= {
         "mem_fraction": 0.5, "max_total_tokens": 50_000, "command": engine_kit.DOUBLE if o.small else [],
         "launch_args": kit,
     }  # fmt: skip
@@ -328,7 +328,7 @@ def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     p["benchmark_served"] |= {"workloads": [LIVE], "trees": LIVE_TREES.split(), "interleave": True}
     # SGLang's Triton attention keeps indices for every position of the context: 60 GB in a grid's seven servers at 163,840.
     kit = [] if o.small else [*list_launch_args(o), "--context-length", str(COST_CONTEXT)]
-    p["benchmark_served"]["server"] |= {
+    p["benchmark_served"]["servers"]["sglang"] |= {
         "mem_fraction": plan.mem_fraction, "max_total_tokens": plan.max_total_tokens, "launch_args": kit,
     }  # fmt: skip
 

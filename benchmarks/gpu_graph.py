@@ -29,9 +29,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from benchmarks import engine_kit
+from benchmarks import engine_kit, together
 from pipeline import processes
-from stages.measuring import measurement_lock
 from stages.params.schema import load_params
 from stages.runtime import atomic
 
@@ -116,10 +115,10 @@ class Plan:
     def list_stages(self) -> list[str]:
         """Return the served cells as DVC names them, baselines first."""
         cells = [
-            f"benchmark_served@{name}-{checkpoint}-{tree}"
+            f"benchmark_served@sglang-{name}-{checkpoint}-{tree}"
             for name, checkpoint, tree in product(self.workloads, self.checkpoints.split(), self.trees.split())
         ]
-        return [*(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells]
+        return [*(f"benchmark_served_baseline@sglang-{name}" for name in self.workloads), *cells]
 
 
 DENSE = Plan("weather-tiny", "bfloat16", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL, eval_rows=300, block_drafts=True)
@@ -191,14 +190,14 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
         "trees": ["t8_2_16"],
     }
     p["benchmark_served"] |= {
-        "engine": "sglang",
+        "engines": ["sglang"],
         "workloads": list(workloads) if served else [],
         "checkpoints": plan.checkpoints.split(),
         "trees": plan.trees.split(),
         "interleave": plan.interleave,
     }
     # Servers that start at once see each other's memory come and go: the cache has a size, not a share.
-    p["benchmark_served"]["server"] |= {
+    p["benchmark_served"]["servers"]["sglang"] |= {
         "mem_fraction": 0.5,
         "max_total_tokens": 50_000 if plan.workloads in (EVAL, ONCE, IN_TURNS, HOT) else 400_000,
         "command": engine_kit.DOUBLE if small else [],
@@ -247,7 +246,7 @@ def serve_on_gpus(folder: Path, stages: list[str], gpus: list[str]) -> None:
     environments = [
         {"CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": str(tmpdir)} for gpu, tmpdir in zip(gpus, tmpdirs, strict=True)
     ]
-    with measurement_lock.begin_together(tmpdirs[: len(stages)]) as ended:
+    with together.begin_together(tmpdirs[: len(stages)]) as ended:
         _serve_beside(folder, stages, environments, ended.set)
 
 

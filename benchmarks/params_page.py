@@ -22,7 +22,7 @@ HEAD = """\
 # Every key of params.yaml with its default. `required`: the graph is made of it, so params.yaml must have it.
 # Written by `python -m benchmarks.params_page` from stages/params; tests/test_house.py compares.
 """
-NAMED_BY_USER = {"workloads": "NAME", "sets": "NAME", "checkpoints": "NAME"}  # mappings whose names are the user's
+NAMED_BY_USER = {"workloads": "NAME", "sets": "NAME", "checkpoints": "NAME", "servers": "ENGINE"}  # keys of mappings
 FIELD = re.compile(r"^    (\w+): ")
 WIDTH = 118
 

@@ -73,7 +73,9 @@ def caption(rows: list[ResultRow], date: str, duration: str, seed_spread: str | 
         raise ValueError(
             "results/benchmark.csv has no measured row, expected at least one; name checkpoints in params.yaml"
         )
-    cell = json.loads(Path(f"results/cells/{first.workload}-{first.checkpoint}-{first.tree}.json").read_text())
+    cell = json.loads(
+        Path(f"results/cells/{first.engine}/{first.workload}-{first.checkpoint}-{first.tree}.json").read_text()
+    )
     hardware, names = cell["hardware"], sorted({str(row.checkpoint) for row in rows if row.is_replayed})
     threads = "1 thread" if hardware["threads"] == 1 else f"{hardware['threads']} threads"
     shares = [row.identical_share for row in rows if row.identical_share is not None]

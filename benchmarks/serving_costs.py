@@ -27,12 +27,11 @@ CLOSE_ENOUGH = 1.03
 def main(checkpoint: str | None = None) -> None:
     p = schema.load_params()
     checkpoint = checkpoint or p.benchmark_served.checkpoints[0]
-    grids = [
-        grid for name in p.serving_costs.workloads for grid in timing_grid.read_serving_costs(name, p.target.model)
-    ]
+    engine, served = p.benchmark_served.engines[0], p.benchmark_served
+    names = p.serving_costs.workloads
+    grids = [grid for name in names for grid in timing_grid.read_serving_costs(engine, name, p.target.model)]
     replays = {checkpoint: replay_records.read_replay(checkpoint)}
-    served = p.benchmark_served
-    cells = [cell for name in served.workloads for cell in read_cells(served.engine, name, checkpoint, served.trees)]
+    cells = [cell for name in served.workloads for cell in read_cells(engine, name, checkpoint, served.trees)]
     lines = table.join_lines(cells, replays, served.workloads)
 
     def find_cost(row: ResultRow) -> TimingGrid | None:

@@ -22,11 +22,11 @@ REFUSED = {
     "sample_target.server.launch_args": "they are flags of a program that is started",
     "sample_target.server.base_urls": "prompts, and the key of api_key_env, are sent there",
     "sample_target.server.api_key_env": "it sends a secret of this machine's environment to a server",
-    "benchmark_served.server.command": "it is run as a command",
-    "benchmark_served.server.launch_args": "they are flags of a program that is started",
-    "benchmark_served.server.base_urls": "prompts, and the key of api_key_env, are sent there",
-    "benchmark_served.server.base_urls.*": "prompts, and the key of api_key_env, are sent there",
-    "benchmark_served.server.api_key_env": "it sends a secret of this machine's environment to a server",
+    "benchmark_served.servers.*.command": "it is run as a command",
+    "benchmark_served.servers.*.launch_args": "they are flags of a program that is started",
+    "benchmark_served.servers.*.base_urls": "prompts, and the key of api_key_env, are sent there",
+    "benchmark_served.servers.*.base_urls.*": "prompts, and the key of api_key_env, are sent there",
+    "benchmark_served.servers.*.api_key_env": "it sends a secret of this machine's environment to a server",
     "benchmark.run_generated_code": "it runs programs that a model wrote",
     "fix_data.image_folders": "rows may then name images outside of their own folder",
 }
@@ -36,7 +36,7 @@ PATHS = (
     "sample_target.server.model", "extract_hiddens.import", "init_draft.draft_config_path", "init_draft.from",
     "init_draft.revision", "import_draft.checkpoints.*.model", "import_draft.checkpoints.*.revision",
     "prepare_prompts.sets.*.from", "prepare_prompts.sets.*.name", "prepare_prompts.sets.*.split",
-    "prepare_prompts.sets.*.revision", "benchmark_served.server.algorithm", "benchmark_served.server.model",
+    "prepare_prompts.sets.*.revision", "benchmark_served.servers.*.algorithm", "benchmark_served.servers.*.model",
 )  # fmt: skip
 INSIDE = "a path inside the project: relative, without '..' and hidden folders"
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -68,8 +68,10 @@ def check_form(changed: dict[str, dict[str, Any]], params: Params) -> None:
 
 def trusts_remote_code(params: Params) -> bool:
     """Return whether the parameters already run a target's own Python, in a stage or on a server that a stage starts."""
-    servers = [params.sample_target.server.launch_args, params.benchmark_served.server.launch_args]
-    words = [word.replace("_", "-") for words in [*servers, params.benchmark_served.server.command] for word in words]
+    told = [params.sample_target.server.launch_args]
+    for server in params.benchmark_served.servers.values():
+        told += [server.launch_args, server.command]
+    words = [word.replace("_", "-") for words in told for word in words]
     return params.target.trust_remote_code or any(word.startswith("--trust-remote-code") for word in words)
 
 

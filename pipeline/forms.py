@@ -147,7 +147,7 @@ class Sweep(BaseModel):
         default="replace",
         description="replace: the run measures the cells above alone; add: those of params.yaml too, in one table",
     )
-    engine: EngineKind = Field(default=DEFAULT_KIND, description="torch; served: benchmark_served.engine's server")
+    engine: EngineKind = Field(default=DEFAULT_KIND, description="torch; served: benchmark_served.engines")
 
     def build_sections(self, params: Params) -> dict[str, dict[str, Any]]:
         """Return the keys by section, as a recipe has them."""

@@ -106,12 +106,13 @@ def check_engines(params: Params) -> Iterator[Finding]:
     launch = sampling.server.launch if sampling.backend == "server" else None
     if launch and ENGINES[launch].program:
         wanted["sample_target.server.launch"] = launch
-    if measures_servers(params) and not served.server.command and not served.server.base_urls:
-        wanted["benchmark_served.engine"] = served.engine
-    for key, engine in wanted.items():
-        location = find_program(engine)
-        found = f"{engine} in {location}" if location else f"{engine} is neither in serving-env/ nor on the PATH"
-        yield Finding(key, found, location is not None, "" if location else f"run: make serving-env ENGINE={engine}")
+    for engine in served.engines if measures_servers(params) else []:
+        if not served.servers[engine].command and not served.servers[engine].base_urls:
+            wanted[f"benchmark_served.engines, {engine}"] = engine
+    for key, name in wanted.items():
+        location = find_program(name)
+        found = f"{name} in {location}" if location else f"{name} is neither in serving-env/ nor on the PATH"
+        yield Finding(key, found, location is not None, "" if location else f"run: make serving-env ENGINE={name}")
 
 
 def measures_servers(params: Params) -> bool:
@@ -123,9 +124,9 @@ def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
     """Yield whether the GPUs are here that target.device asks for, and hold a copy of the target."""
     if params.target.device == "cpu":
         return
-    needed = max(
-        params.benchmark.num_gpus_per_model, params.benchmark_served.server.tp if measures_servers(params) else 1
-    )
+    served = params.benchmark_served
+    tps = [served.servers[engine].tp for engine in served.engines] if measures_servers(params) else []
+    needed = max(params.benchmark.num_gpus_per_model, *tps)
     gpus = resources.list_gpu_memory()
     enough = len(gpus) >= needed
     names = ", ".join(f"{gpu.name} ({format_bytes(gpu.total_bytes)})" for gpu in gpus) or "none"
@@ -137,7 +138,7 @@ def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
         room = sum(gpu.total_bytes for gpu in gpus[:needed]) * WEIGHTS_SHARE
         fits = weight_bytes <= room
         found = f"{format_bytes(weight_bytes)} of weights on {needed} GPU{'s' if needed > 1 else ''}"
-        advice = "spread a copy over more GPUs: benchmark.num_gpus_per_model, benchmark_served.server.tp"
+        advice = "spread a copy over more GPUs: benchmark.num_gpus_per_model, benchmark_served.servers.*.tp"
         yield Finding("GPU memory", found, fits, "" if fits else advice)
 
 

@@ -148,7 +148,7 @@ def _list_families(p: schema.Params, imported: dict[str, training_records.Import
 
 
 def read_cells(p: schema.Params, families: Families) -> list[Cell]:
-    """Return the cells that params.yaml lists: the torch engine's, and of each served workload the baseline before the others.
+    """Return the cells that params.yaml lists: the torch engine's, and of each engine and workload the baseline before others.
 
     That a shape is of another family's kind is no news: `trees` is one list for all checkpoints. Raises ValueError naming a
     broken cell and the stage to run.
@@ -156,9 +156,9 @@ def read_cells(p: schema.Params, families: Families) -> list[Cell]:
     torch, served = p.benchmark, p.benchmark_served
     found = [Cell.read(TORCH.name, *names) for names in product(torch.torch_workloads, torch.checkpoints, torch.trees)]
     found = [cell for cell in found if cell.status != UNSUPPORTED or _is_of_family(cell, families)]
-    for workload in served.workloads:
+    for engine, workload in product(served.engines, served.workloads):
         for names in [(None, None), *product(served.checkpoints, served.trees)]:
-            found.append(Cell.read(served.engine, workload, *names))
+            found.append(Cell.read(engine, workload, *names))
     return found
 
 
@@ -195,7 +195,8 @@ def _build_replayed_rows(
 def _read_timing_grids(p: schema.Params) -> list[timing_grid.TimingGrid]:
     """Return the torch engine's grids, then those of serving_costs."""
     timed = [timing_grid.read_timing_grid(name, p.target.model) for name in p.time_trees.checkpoints]
-    served = (timing_grid.read_serving_costs(name, p.target.model) for name in p.serving_costs.workloads)
+    pairs = product(p.benchmark_served.engines, p.serving_costs.workloads)
+    served = (timing_grid.read_serving_costs(engine, name, p.target.model) for engine, name in pairs)
     return [*timed, *(grid for grids in served for grid in grids)]
 
 
@@ -213,7 +214,7 @@ def _predict_speedups(
 
     def describe_launch(name: str, row: PredictedSpeedup) -> EngineLaunch | None:
         config = next((cost.draft for cost in grids if p.have_same_shapes(cost.checkpoint, row.checkpoint)), None)
-        engine, settings = registry.get(name), p.benchmark_served.server
+        engine, settings = registry.get(name), p.benchmark_served.get_server(name)
         if config is None or engine.explain_unsupported(row.shape, config):
             return None
         file = engine.name_draft_file(row.checkpoint, settings.quantised or GGUF_TYPES[p.target.dtype])

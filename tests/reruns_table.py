@@ -29,7 +29,12 @@ BASE = {
         "checkpoints": ["e003", "e009"],
         "trees": ["t5_2_8"],
     },
-    "benchmark_served": {"workloads": ["eval"], "checkpoints": ["e009", "dflash9"], "trees": ["t5_1_6", "t7_1_8"]},
+    "benchmark_served": {
+        "engines": ["sglang", "vllm"],
+        "workloads": ["eval"],
+        "checkpoints": ["e009", "dflash9"],
+        "trees": ["t5_1_6", "t7_1_8"],
+    },
 }
 
 
@@ -223,7 +228,12 @@ RERUNS = [
     Row(
         "stages/engines/sglang.py: a constant",
         edits("stages/engines/sglang.py"),
-        "benchmark_served@* benchmark_served_baseline@* report",
+        "benchmark_served@sglang-* benchmark_served_baseline@sglang-* report",
+    ),
+    Row(
+        "benchmark_served.servers: options of vllm",
+        sets(benchmark_served={"servers": {"vllm": {"mem_fraction": 0.5}}}),
+        "benchmark_served@vllm-* benchmark_served_baseline@vllm-* report",
     ),
     Row("stages/params/schema.py: another check", edits("stages/params/schema.py"), ""),
 ]

@@ -1,7 +1,6 @@
 """The torch engine's cell: later turns after plain decoding's answers, repeats in turns, a speedup's interval, grades."""
 
 import json
-import random
 import time
 from itertools import product
 from pathlib import Path
@@ -13,17 +12,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.cells import metrics, table
-from stages.cells.cell import Cell, PooledSpeedup
+from stages.cells import table
+from stages.cells.cell import Cell
 from stages.cells.table import TableLine
-from stages.measuring import torch_context, torch_loads
+from stages.engines import torch_engine
+from stages.engines.cell_engine import CellContext
+from stages.engines.torch_engine import TorchCell
 from stages.prompts import workload_prompts
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
-from tests.torch_cells import answers, read_line
+from tests.torch_cells import read_line
 
 ROOM = 12
-WORKLOAD = SimpleNamespace(temperature=0.8, top_p=1.0, top_k=None, seed=42)
+WORKLOAD: Any = SimpleNamespace(temperature=0.8, top_p=1.0, top_k=None, seed=42)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,14 +73,14 @@ def test_the_kind_decoded_first_alternates_over_prompts_and_repeats(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[str, str]] = []
-    real = torch_loads._start_decoding
+    real = TorchCell._start_decoding
 
     def note_kind(work: Any, kind: str, turn: Any, length: int, repeat: int) -> Any:
         begun.append((turn.question.id, kind))
         return real(work, kind, turn, length, repeat)
 
-    monkeypatch.setattr(torch_loads, "explain_skipped", lambda work: None)
-    monkeypatch.setattr(torch_loads, "_start_decoding", note_kind)
+    monkeypatch.setattr(TorchCell, "_check_accepted", lambda cell: None)
+    monkeypatch.setattr(TorchCell, "_start_decoding", note_kind)
     measured(project, "eval", num_prompts=3, repeats=2, warmup=1)
     plain, speculative = "plain", "speculative"
     prompts, warmup = workload_prompts.read_prompts("eval")
@@ -108,14 +109,14 @@ def test_repeats_end_when_the_speedup_is_known_or_the_budget_is_spent(
 def test_on_a_cpu_each_answer_has_its_processs_own_time(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that sleeps while it decodes has used less CPU than time has passed."""
     assert measured(project, "eval").point.process_share > 0
-    real = torch_loads._start_decoding
+    real = TorchCell._start_decoding
 
     def sleepy(*words: Any) -> Any:
         for step in real(*words):
             time.sleep(0.01)
             yield step
 
-    monkeypatch.setattr(torch_loads, "_start_decoding", sleepy)
+    monkeypatch.setattr(TorchCell, "_start_decoding", sleepy)
     assert measured(project, "eval").point.process_share < 0.8
 
 
@@ -133,37 +134,8 @@ def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path
         assert {r.divergence_margin for r in found.point.requests} == {None}
         both = zip(found.point.requests, found.baseline_point.requests, strict=True)
         assert all(r.output_tokens == plain.output_tokens for r, plain in both)
-    seeds = [
-        torch_context.make_sampling_params(SimpleNamespace(workload=WORKLOAD, samples_drafts=False), *key)
-        for key in product("ab", (0, 1), (0, 1))
-    ]
+    seeds = [torch_engine.make_sampling_params(WORKLOAD, False, *key) for key in product("ab", (0, 1), (0, 1))]
     assert len({params.seed for params in seeds}) == 8, "each prompt, repeat and turn has draws of its own"
-
-
-# --- the speedup's interval -----------------------------------------------------------------------------------------
-
-
-def draw_answers(ids: list[str], repeats: int, draw: random.Random, seconds: tuple[float, float]) -> list[list[Any]]:
-    return [
-        [answers([name], draw.uniform(*seconds), 0.1, draw.randrange(5, 90))[0] for name in ids] for _ in range(repeats)
-    ]
-
-
-def pool(ids: list[str], repeats: int, prompt_set: str = "mt_bench") -> tuple[PooledSpeedup, float]:
-    """Return the pooled speedup of drawn answers, and the same by hand."""
-    draw = random.Random(3)
-    fast, plain = (draw_answers(ids, repeats, draw, seconds) for seconds in ((1, 2), (2, 5)))
-    speeds = [
-        sum(r.output_tokens for rows in kind for r in rows) / sum(r.e2e_s for rows in kind for r in rows)
-        for kind in (fast, plain)
-    ]
-    return metrics.pool_speedup(fast, plain, prompt_set), speeds[0] / speeds[1]
-
-
-def test_turns_of_one_conversation_are_one_cluster_of_the_eval_split() -> None:
-    """Bug: of the eval split each turn of a conversation is a row, and each counted as independent."""
-    assert pool(["q0.0", "q0.1", "q0.2"], 1, "eval")[0].speedup_low is None
-    assert pool(["q0.0", "q0.1", "q0.2"], 1)[0].speedup_low is not None
 
 
 # --- grades ---------------------------------------------------------------------------------------------------------
@@ -178,7 +150,7 @@ def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: 
     assert [row.correct for row in found.point.requests] == [False] * 3
     questions = [json.loads(line) for line in (ROOT / "data/prompt_sets/humaneval.jsonl").read_text().splitlines()[:3]]
     said = iter([*(row["canonical_solution"] for row in questions[:2]), "    return 0\n"] * 2)
-    monkeypatch.setattr(torch_context, "decode_text", lambda work, ids: next(said))
+    monkeypatch.setattr(CellContext, "decode_text", lambda context, answer: next(said))
     edit_params(project, {"benchmark": {"run_generated_code": True}})
     found = measured(project, "humaneval", grade=True)
     for point in (found.point, found.baseline_point):
@@ -189,18 +161,18 @@ def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: 
 
 def test_a_draft_of_which_nothing_is_accepted_is_not_measured(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a draft whose every replayed tau is 1.0 was measured for as long as a good one, in each of its cells."""
-    real = torch_loads._start_decoding
+    real = TorchCell._start_decoding
 
     def accept_none(*words: Any) -> Any:
         return (step._replace(num_accepted=0) for step in real(*words))
 
-    monkeypatch.setattr(torch_loads, "MIN_JUDGED_CYCLES", 5)
-    monkeypatch.setattr(torch_loads, "_start_decoding", accept_none)
+    monkeypatch.setattr(torch_engine, "MIN_JUDGED_CYCLES", 5)
+    monkeypatch.setattr(TorchCell, "_start_decoding", accept_none)
     with pytest.raises(AssertionError):  # a line of measurements, of which there is none
         measured(project, "eval", num_prompts=3)
     cell = Cell.read("torch", "eval", "e003", "t3_2_6")
     (line,) = table.join_lines([cell], {}, [])
     assert (line.row.status, line.row.is_measured, line.point) == ("skipped", False, None)
     assert line.row.remark == "skipped: no draft was accepted in the first 5 cycles, so tau is 1.00"
-    monkeypatch.setattr(torch_loads, "MIN_JUDGED_CYCLES", 1000)  # more than all answers have: too few to judge by
+    monkeypatch.setattr(torch_engine, "MIN_JUDGED_CYCLES", 1000)  # more than all answers have: too few to judge by
     assert measured(project, "eval", num_prompts=3).row.is_measured

@@ -1,8 +1,7 @@
 """The torch engine's cells of loads: what was asked and answered as one by one, clocks in order, ranks as one process."""
 
 import json
-from collections.abc import Callable
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from stages.cells import table
 from stages.cells.cell import Cell, locate_cell
 from stages.data import conversations
 from stages.engine.target_runner import TargetRunner
-from stages.measuring import torch_loads
+from stages.engines.torch_engine import TorchCell
 from stages.prompts import workload_prompts
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
@@ -68,9 +67,12 @@ def test_a_sweep_equals_decoding_prompt_by_prompt(project: Path) -> None:
     assert found["points"][0]["warnings"] == [] and found["engine"] == "torch"
 
 
-def note_kind(started: list[str], run: Callable[..., Any], work: Any, kind: str, *args: Any) -> Any:
+RUN_LOAD = TorchCell._run_load
+
+
+def note_kind(cell: TorchCell, started: list[str], kind: str, *args: Any) -> Any:
     started.append(kind)
-    return run(work, kind, *args)
+    return RUN_LOAD(cell, kind, *args)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -85,7 +87,7 @@ def test_a_mode_of_one_kind_has_the_counts_of_both(project: Path, temperature: f
         edit_workload(project, "eval", {"mode": mode}, **changes)
         started: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch_loads, "_run_load", partial(note_kind, started, torch_loads._run_load))
+            patch.setattr(TorchCell, "_run_load", partialmethod(note_kind, started))
             benchmark.main("eval", *NAMES)
         assert set(started) == {"speculative" if mode == "eagle" else "plain"}
         found = Cell.read("torch", "eval", *NAMES).model_dump()
@@ -115,6 +117,12 @@ def test_clocks_are_in_order_and_no_more_are_under_way_than_asked_for(project: P
         for n, (sent_s, *_) in enumerate(spans[2:], 2):  # each is sent when one of those before has ended
             assert sum(last_s <= sent_s for _, _, last_s in spans[:n]) >= n - 1
         assert load["duration_s"] == pytest.approx(max(last_s for *_, last_s in spans))
+
+
+def test_each_load_has_its_own_number_of_prompts(project: Path) -> None:
+    found = measured(project, "eval", concurrency=[1, 3], num_prompts=[2, 4])
+    assert [len(point["requests"]) for point in found["points"]] == [2, 4]
+    assert list_counts(found["points"][0]) == list_counts(found["points"][1])[:2]
 
 
 def test_sampled_answers_of_loads_equal_those_prompt_by_prompt(project: Path) -> None:

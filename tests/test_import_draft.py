@@ -69,7 +69,9 @@ def test_an_imported_draft_is_measured_like_the_checkpoint_it_was(project: Path)
     theirs, ours = (project / f"drafts/{name}/draft" for name in ("theirs", "e003"))
     assert json.loads((theirs / "config.json").read_text()) == json.loads((ours / "config.json").read_text())
     assert (theirs / "model.safetensors").read_bytes() == (ours / "model.safetensors").read_bytes()
-    cells = [json.loads((project / f"results/cells/eval-{n}-t8_2_16.json").read_text()) for n in ("theirs", "e003")]
+    cells = [
+        json.loads((project / f"results/cells/torch/eval-{n}-t8_2_16.json").read_text()) for n in ("theirs", "e003")
+    ]
     histograms = [cell["points"][0]["acceptance"]["histogram"] for cell in cells]
     assert histograms[0] == histograms[1]
     report = json.loads((project / "results/train/theirs.json").read_text())

@@ -24,7 +24,7 @@ def write_everywhere(project: Path, name: str) -> None:
     given["replay_trees"]["checkpoints"] = given["time_trees"]["checkpoints"] = [name]
     given["benchmark"]["workloads"] = {name: EVAL}
     given["benchmark"] |= {"torch_workloads": [name], "checkpoints": [name], "trees": [name]}
-    given["benchmark_served"] |= {"workloads": [name], "checkpoints": [name], "trees": [name]}
+    given["benchmark_served"] |= {"engines": [name], "workloads": [name], "checkpoints": [name], "trees": [name]}
     given["serving_costs"] |= {"workloads": [name]}
     with (project / "params.yaml").open("w") as file:
         yaml.dump(given, file)
@@ -71,8 +71,9 @@ def test_no_shell_runs_a_name_of_params_yaml(project: Path, recording_python: Pa
     assert not (project / "ran").exists(), done.stdout
     heard = (project / "told").read_text()
     assert heard.count("-m|stages.") == len(groups) == 11, done.stderr
-    for stage in ("train_draft", "benchmark_served_baseline", "serving_costs"):
-        assert f"|{stage}@{name}|" in heard
+    assert f"|train_draft@{name}|" in heard
+    for stage in ("benchmark_served_baseline", "serving_costs"):
+        assert f"|{stage}@{name}-{name}|" in heard
     assert f"|benchmark@{name}-{name}-{name}|" in heard
 
 

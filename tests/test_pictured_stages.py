@@ -76,7 +76,7 @@ SMALL: dict[str, Any] = {
         "checkpoints": ["e003"],
         "trees": ["t3_2_6"],
         "workloads": ["eval"],
-        "server": {"command": [sys.executable, "-m", "tests.engines.engine_double", "serve"]},
+        "servers": {"sglang": {"command": [sys.executable, "-m", "tests.engines.engine_double", "serve"]}},
     },
 }
 
@@ -256,7 +256,7 @@ def test_a_draft_is_trained_replayed_and_decoded(
         monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the double's
         monkeypatch.setenv(FORK_VARIABLE, torch_server)
         with declared("benchmark_served"):
-            benchmark_served.main("eval", "e003", "t3_2_6")
+            benchmark_served.main("sglang", "eval", "e003", "t3_2_6")
         (point,) = Cell.read("sglang", "eval", "e003", "t3_2_6").points
         assert not any(r["failed"] for r in point["requests"])
         assert [point["acceptance"][k] for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]

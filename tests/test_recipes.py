@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,10 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
     }
     served = p.benchmark_served
     cells |= {
-        f"benchmark_served@{w}-{c}-{t}" for w in served.workloads for c in served.checkpoints for t in served.trees
+        f"benchmark_served@{e}-{w}-{c}-{t}"
+        for e, w, c, t in product(served.engines, served.workloads, served.checkpoints, served.trees)
     }
-    cells |= {f"benchmark_served_baseline@{w}" for w in served.workloads}
+    cells |= {f"benchmark_served_baseline@{e}-{w}" for e, w in product(served.engines, served.workloads)}
     assert {stage for stage in stages if stage.startswith("benchmark")} == cells
     made = {f"train_draft@{name}" for name in p.train_draft.checkpoints}
     made |= {f"import_draft@{name}" for name in p.import_draft.checkpoints}
@@ -143,7 +145,7 @@ def test_what_a_recipe_reproduces_is_published_and_has_a_cell(name: str, project
         temperatures = {match.assumed.get("temperature", row.setting.temperature) for row in rows}
         assert temperatures == {p.benchmark.workloads[match.cells.workload].temperature}
         assert match.cells.checkpoint in {None, *p.train_draft.checkpoints, *p.import_draft.checkpoints}
-        assert match.cells.engine in ("torch", p.benchmark_served.engine)
+        assert match.cells.engine in ("torch", *p.benchmark_served.engines)
         trees = p.benchmark.trees if match.cells.engine == "torch" else p.benchmark_served.trees
         found = {match.assumed.get("tree") if r.setting.tree == published.UNKNOWN else r.setting.tree for r in rows}
         assert found - {None} <= set(trees)
@@ -383,11 +385,12 @@ def test_engines_accept_what_ours_does_on_a_real_target(
     environment.symlink_to(ROOT / environment)
     print(*fetch.fetch_recipe("smollm2-135m"), sep="\n")
     use_recipe("smollm2-135m")
-    served = {"engine": engine, "workloads": ["problems", "humaneval", "chat"], "server": {"launch_args": flags}}
+    workloads, servers = ["problems", "humaneval", "chat"], {engine: {"launch_args": flags}}
+    served: dict[str, Any] = {"engines": [engine], "workloads": workloads, "servers": servers}
     edit_params(tmp_path, {"benchmark_served": served})
     done = run_graph(tmp_path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    for workload in served["workloads"]:
+    for workload in workloads:
         cells = [Cell.read(name, workload, "shipped", "t3_1_4") for name in ("torch", engine)]
         own, theirs = ([(r["id"], r["cycles"]) for r in cell["points"][0]["requests"]] for cell in cells)
         assert own == theirs and len(own) == 6

@@ -21,8 +21,8 @@ from stages.cells.table import find_replayed_tau
 from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint, supported_targets
 from stages.engine.decode import Engine
+from stages.engines import torch_engine
 from stages.hidden_states import shard_plan
-from stages.measuring import torch_context
 from stages.params import schema
 from stages.target import manifest
 from tests.built_engines import build_engine
@@ -89,7 +89,7 @@ def make_target(seed: int, **options: Any) -> None:
 
 
 def answer_prompt(engine: Engine, work: Any, name: str, prompt: list[int]) -> dict[str, Any]:
-    sampling_params = torch_context.make_sampling_params(work, name, 0, 0)
+    sampling_params = torch_engine.make_sampling_params(work.workload, False, name, 0, 0)
     answer = [token for step in engine.decode_plain(prompt, ANSWER, sampling=sampling_params) for token in step.tokens]
     top_p, reason = work.workload.top_p if sampling_params else None, "stop" if answer[-1] == END else "length"
     changes = {"temperature": work.workload.temperature, "top_p": top_p, "finish_reason": reason}

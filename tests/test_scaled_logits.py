@@ -15,13 +15,13 @@ from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
 from stages.engine import sampling
 from stages.engine.sampling import SamplingParams
+from stages.engines import torch_engine
 from stages.families import draft_decoding
 from stages.families import eagle as eagle_method
 from stages.families import medusa as medusa_method
 from stages.families.eagle import EagleDraft
 from stages.families.family import LoadedDraft
 from stages.families.medusa import MedusaDraft
-from stages.measuring import torch_context
 from stages.params import schema
 from stages.params.families import EAGLE3
 from stages.params.tree_shape import TreeShape
@@ -141,7 +141,7 @@ def test_the_torch_engine_draws_what_transformers_draws(
     monkeypatch.setattr(draft_decoding, "load_draft", lambda *_: loaded)
     params = schema.load_params()
     workload = params.benchmark.workloads["eval"]
-    engine = torch_context._build_engine(params, workload, "e000", distributed.RankContext(0, 1, "cpu"))
+    engine = torch_engine.load_engine(params, workload, "e000", distributed.RankContext(0, 1, "cpu"))
     engine.end_tokens = set()
     model, prompt = loading.load_target(str(folder), "float32", "cpu"), [3, 1, 4, 1, 5]
     differing = 0

@@ -63,7 +63,7 @@ def test_replay_equals_live_decoding_as_integers(small_run: Path) -> None:
     assert [r["temperature"] for r in rows] == ["0.0"] * (len(rows) // 2) + ["0.7"] * (len(rows) // 2)
     replayed = {(r["num_steps"], r["topk"], r["num_draft_tokens"]): r for r in rows if r["temperature"] == "0.0"}
     for name in SMALL["benchmark"]["trees"]:
-        cell = json.loads((small_run / f"results/cells/eval-e003-{name}.json").read_text())
+        cell = json.loads((small_run / f"results/cells/torch/eval-e003-{name}.json").read_text())
         [point] = cell["points"]
         live = (sum(r["cycles"] for r in point["requests"]), sum(r["accepted"] for r in point["requests"]))
         histogram = point["acceptance"]["histogram"]

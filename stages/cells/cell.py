@@ -17,7 +17,6 @@ from pydantic import Field
 
 from stages.cells.record import GREEDY, DraftSampling, Record
 from stages.cells.request_record import LoadSummary
-from stages.grading.grade import GradeSummary
 from stages.params.engines import is_in_process
 from stages.params.tree_shape import Load, TreeShape, parse_shape
 from stages.runtime import atomic
@@ -27,6 +26,15 @@ DEFINITIONS = "docs/metrics.md, version 3"
 PLAIN, SPECULATIVE = "plain", "speculative"  # the kinds of decoding
 RAN, UNSUPPORTED, SKIPPED = "ran", "unsupported", "skipped"
 SAMPLING_KEYS = {"temperature", "top_p", "top_k", "seed"}  # of a workload, which a cell has too
+
+
+class NotMeasuredError(ValueError):
+    """A cell can't be measured, or is not worth it; its status and why become its record."""
+
+    def __init__(self, status: str, reason: str, message: str = "") -> None:
+        super().__init__(message or reason)
+        self.status, self.reason = status, reason
+
 
 Hardware = dict[str, str | int]  # cpu, threads, system, python, gpu, num_gpus_total; what is not known is left out
 
@@ -118,6 +126,19 @@ class PooledSpeedup(Record):
     speedup_high: float | None
 
 
+class GradeSummary(Record):
+    """How many of one or more answers were graded and are right."""
+
+    graded: int
+    correct: int
+    accuracy: float  # the share of right ones
+    how: str  # the method
+
+    @classmethod
+    def of_marks(cls, marks: list[bool], how: str) -> Self:
+        return cls(graded=len(marks), correct=sum(marks), accuracy=sum(marks) / len(marks), how=how)
+
+
 class LoadPoint(Record):
     """One load of an engine, repeated."""
 
@@ -162,7 +183,20 @@ class ServerDescription(Record):
     info: dict[str, Any] = Field(default_factory=dict)  # what it reports of itself
 
 
-class Cell(Record):
+class CellSetting(Record):
+    """Where a cell was measured."""
+
+    hardware: Hardware
+    versions: dict[str, str]
+    # what two cells must share: engine, version, flags but the draft's, prompts, GPU
+    fingerprint: dict[str, Any] = Field(default_factory=dict)
+    draft_sampling: DraftSampling = GREEDY
+    server: ServerDescription = ServerDescription()
+    memory: Memory = Memory()
+    draft: DraftSize | None = None  # null but where the torch engine decodes prompt by prompt
+
+
+class Cell(CellSetting):
     """A measured cell, or one that the engine can't run."""
 
     workload: str
@@ -175,18 +209,10 @@ class Cell(Record):
     temperature: float
     top_p: float
     top_k: int | None  # null: all tokens
-    draft_sampling: DraftSampling = GREEDY
     seed: int
-    # what two cells must share: engine, version, flags but the draft's, prompts, GPU
-    fingerprint: dict[str, Any] = Field(default_factory=dict)
-    server: ServerDescription = ServerDescription()
-    memory: Memory = Memory()
-    draft: DraftSize | None = None  # null but where the torch engine decodes prompt by prompt
     points: list[LoadPoint] = Field(default_factory=list)
     # of plain decoding, where the cell measured its own in turns
     baseline_points: list[LoadPoint] = Field(default_factory=list)
-    hardware: Hardware
-    versions: dict[str, str]
     seconds: float
     gpus: list[str]
     joules: float | None  # null if the GPUs don't count their energy
@@ -200,6 +226,11 @@ class Cell(Record):
     def name(self) -> str:
         """Return the name of the cell among its engine's: eval-e009-t8_2_16, eval-baseline."""
         return name_cell(self.workload, self.checkpoint, self.tree)
+
+    @property
+    def full_name(self) -> str:
+        """Return the name of the cell among those of all engines: sglang-eval-e009-t8_2_16, of the torch engine as `name`."""
+        return f"{self.engine}-{self.name}" if self.is_served else self.name
 
     @property
     def stage(self) -> str:
@@ -231,7 +262,7 @@ class Cell(Record):
 
     @classmethod
     def read(cls, engine: str, workload: str, checkpoint: str | None = None, tree: str | None = None) -> Self:
-        """Read the cell of these names; `engine` is torch, or any other for a served one.
+        """Read the cell of these names.
 
         Raises:
             ValueError: naming the file and the stage to run, if it is missing, incomplete, of other definitions or another cell.
@@ -239,13 +270,13 @@ class Cell(Record):
         names = workload, checkpoint, tree
         path, stage = locate_cell(engine, *names), name_stage(engine, *names)
         cell = cls.read_json(path, stage, DEFINITIONS)
-        if (cell.workload, cell.checkpoint, cell.tree) != names:
+        if (cell.engine, cell.workload, cell.checkpoint, cell.tree) != (engine, *names):
             raise atomic.BrokenArtifactError(f"{path} holds the cell {cell.name}", atomic.format_rerun_hint(stage))
         return cell
 
 
 def name_configuration(checkpoint: str | None, tree: str | None) -> str:
-    """Return the name of a server configuration in benchmark_served.server.base_urls."""
+    """Return the name of a server configuration, as in base_urls of its engine's servers."""
     return f"{checkpoint}-{tree}" if checkpoint else "baseline"
 
 
@@ -257,12 +288,13 @@ def name_stage(engine: str, workload: str, checkpoint: str | None, tree: str | N
     """Return the DVC stage that makes a cell."""
     if is_in_process(engine):
         return f"benchmark@{name_cell(workload, checkpoint, tree)}"
-    return f"benchmark_served@{workload}-{checkpoint}-{tree}" if checkpoint else f"benchmark_served_baseline@{workload}"
+    if checkpoint is None:
+        return f"benchmark_served_baseline@{engine}-{workload}"
+    return f"benchmark_served@{engine}-{name_cell(workload, checkpoint, tree)}"
 
 
 def locate_cell(engine: str, workload: str, checkpoint: str | None, tree: str | None) -> Path:
-    served = "" if is_in_process(engine) else "served-"
-    return CELLS_FOLDER / f"{served}{name_cell(workload, checkpoint, tree)}.json"
+    return CELLS_FOLDER / engine / f"{name_cell(workload, checkpoint, tree)}.json"
 
 
 def describe_hardware(device: str, num_threads: int, num_gpus_total: int = 1) -> Hardware:

@@ -174,16 +174,16 @@ def join_lines(
     `replayed` are trees by checkpoint, `replayed_workloads` the workloads whose prompts were replayed.
     """
     found: list[TableLine] = []
-    baselines: dict[str, Cell] = {}
+    baselines: dict[tuple[str, str], Cell] = {}
     for cell in cells:
         if cell.checkpoint is None:
-            baselines[cell.workload] = cell
+            baselines[cell.engine, cell.workload] = cell
             found += _build_plain_lines(cell, cell.points)
         else:
             # A cell measured in alternation with its own baseline does not need the workload's.
             # The torch engine's never has another: with benchmark.mode eagle there is no baseline at all.
             has_own_baseline = cell.baseline_points or not cell.is_served
-            baseline = cell if has_own_baseline else baselines[cell.workload]
+            baseline = cell if has_own_baseline else baselines[cell.engine, cell.workload]
             trees = replayed.get(cell.checkpoint, []) if cell.workload in replayed_workloads else []
             found += _build_speculative_lines(cell, baseline, trees)
             found += _build_plain_lines(cell, [] if cell.in_turns else cell.baseline_points)

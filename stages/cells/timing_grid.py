@@ -1,7 +1,7 @@
 """A timing grid on disk: what plain steps and cycles cost on one engine (time_trees -> report), `results/cost/torch-*.json`.
 
 A grid belongs to an engine on a machine, a target, and the shapes of a draft: times do not depend on its weights. serving_costs
-times one of a serving engine with simulated acceptance, `results/cost/served-*.json`.
+times those of a serving engine with simulated acceptance, one of each answer length, `results/cost/ENGINE-WORKLOAD.json`.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,7 +85,7 @@ class TimingGrid(Record):
     @property
     def stage(self) -> str:
         """Return the DVC stage that timed the grid."""
-        return f"serving_costs@{self.workload}" if self.workload else f"time_trees@{self.checkpoint}"
+        return name_costs_stage(self.engine, self.workload) if self.workload else f"time_trees@{self.checkpoint}"
 
     @property
     def draft_sampling(self) -> DraftSampling:
@@ -93,8 +93,13 @@ class TimingGrid(Record):
         return self.settings.get("draft_sampling", GREEDY)
 
 
-def locate_timing_grid(engine: str, checkpoint: str) -> Path:
-    return COSTS_FOLDER / f"{engine}-{checkpoint}.json"
+def name_costs_stage(engine: str, workload: str) -> str:
+    return f"serving_costs@{engine}-{workload}"
+
+
+def locate_timing_grid(engine: str, name: str) -> Path:
+    """Return the file of an engine's grid, or of its grids; `name` is the timed checkpoint, or the workload of servers."""
+    return COSTS_FOLDER / f"{engine}-{name}.json"
 
 
 def write_timing_grid(grid: TimingGrid) -> Path:
@@ -111,21 +116,17 @@ class ServingCosts(Record):
     grids: list[TimingGrid]  # of each answer length
 
 
-def locate_serving_costs(workload: str) -> Path:
-    return COSTS_FOLDER / f"served-{workload}.json"
-
-
 def write_serving_costs(workload: str, grids: list[TimingGrid]) -> Path:
-    """Write the grids of a workload and return their path."""
-    path = locate_serving_costs(workload)
+    """Write an engine's grids of a workload and return their path."""
+    path = locate_timing_grid(grids[0].engine, workload)
     atomic.write_json(path, ServingCosts(definitions=COST_DEFINITIONS, grids=grids).model_dump())
     return path
 
 
-def read_serving_costs(workload: str, model: str) -> list[TimingGrid]:
-    """Return the grids of a workload for the target `model`. Raises ValueError also if they are another's."""
-    path = locate_serving_costs(workload)
-    grids = ServingCosts.read_json(path, f"serving_costs@{workload}", COST_DEFINITIONS).grids
+def read_serving_costs(engine: str, workload: str, model: str) -> list[TimingGrid]:
+    """Return an engine's grids of a workload for the target `model`. Raises ValueError also if they are another's."""
+    path = locate_timing_grid(engine, workload)
+    grids = ServingCosts.read_json(path, name_costs_stage(engine, workload), COST_DEFINITIONS).grids
     for grid in grids:
         _check_owner(path, grid.stage, "drafts of the target", grid.target[0] if grid.target else None, model)
     return grids

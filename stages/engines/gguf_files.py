@@ -83,7 +83,7 @@ def run_tool(command: list[str], subject: str) -> None:
     if completed.returncode:
         tail = "\n  ".join((completed.stderr or completed.stdout).splitlines()[-SHOWN_LINES:])
         raise ValueError(
-            f"llama.cpp can't convert {subject}; take another engine (benchmark_served.engine). It says:\n  {tail}"
+            f"llama.cpp can't convert {subject}; take another engine (benchmark_served.engines). It says:\n  {tail}"
         )
 
 

@@ -44,8 +44,8 @@ def check_free_memory(gpus: list[GpuMemory], mem_fraction: float) -> None:
         if free < mem_fraction * gpu.total:
             raise ValueError(
                 f"GPU {index} ({gpu.name}) has {format_gib(free)} of {format_gib(gpu.total)} free, expected at least "
-                f"{mem_fraction:g} of it (benchmark_served.server.mem_fraction): another process holds {format_gib(gpu.used)}; "
-                "end it, choose another GPU (CUDA_VISIBLE_DEVICES), or lower mem_fraction"
+                f"{mem_fraction:g} of it (benchmark_served.servers.*.mem_fraction): another process holds "
+                f"{format_gib(gpu.used)}; end it, choose another GPU (CUDA_VISIBLE_DEVICES), or lower mem_fraction"
             )
 
 
@@ -60,5 +60,5 @@ def check_weights_fit(weights: float, draft: float, cache_tokens: int, token_byt
     if capacity and weights + draft > capacity:
         raise ValueError(
             f"the target's weights are {format_gib(weights)} and the draft's {format_gib(draft)}, expected less than "
-            f"{format_gib(capacity)} (mem_fraction of the memory, times tp); raise benchmark_served.server.tp or mem_fraction"
+            f"{format_gib(capacity)} (mem_fraction of the memory, times tp); raise benchmark_served.servers.*.tp or mem_fraction"
         )

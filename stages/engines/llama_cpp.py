@@ -14,7 +14,7 @@ from stages.engines.chat_answer import AnswerModel, ChatAnswer
 from stages.engines.http_session import HttpSession
 from stages.engines.sse import AnswerStream
 from stages.params.engines import locate_program
-from stages.params.families import NGRAM
+from stages.params.tree_shape import NamedShape
 from stages.runtime.free_port import HOST
 
 DEFAULT_SLOTS = 4  # for loads without a limit; its own default
@@ -24,7 +24,7 @@ SIMULATED_LENGTH = "--spec-synth-len"
 KNOWN_END = (
     "layer input tensor is null",
     ("llama.cpp keeps no hidden states of a target of this architecture, so it drafts for it by n-grams alone; take another "
-     "engine (benchmark_served.engine)"),
+     "engine (benchmark_served.engines)"),
 )  # fmt: skip
 REASONS = {"eos": "stop", "word": "stop", "limit": "length"}  # finish reasons by its `stop_type`
 
@@ -94,16 +94,17 @@ class LlamaCpp(protocol.ServingEngine):
             if told and missing:
                 raise ValueError(
                     f"{program} does not know {', '.join(missing)}, expected llama.cpp of October 2026 or later; run: "
-                    "make serving-env ENGINE=llama.cpp, or name a newer one in benchmark_served.server.command"
+                    "make serving-env ENGINE=llama.cpp, or name a newer one in benchmark_served.servers.llama.cpp.command"
                 )
 
     def build_speculation_flags(self, draft: protocol.ServedDraft, config: protocol.Info) -> list[str]:
-        if draft.family is NGRAM:
-            sizes = {"--spec-ngram-simple-size-n": draft.ngram, "--spec-ngram-simple-size-m": draft.num_steps}
-            return ["--spec-type", "ngram-simple", *protocol.format_flags(sizes)]
+        if isinstance(draft.shape, NamedShape):  # of n-gram lookup
+            looked_up, drafted = str(draft.shape.numbers[0]), str(draft.shape.num_steps)
+            sizes = ["--spec-ngram-simple-size-n", looked_up, "--spec-ngram-simple-size-m", drafted]
+            return ["--spec-type", "ngram-simple", *sizes]
         # By default it drafts no token that the draft is unsure of, which replay does not know.
         kind = ["--spec-type", f"draft-{draft.algorithm.lower()}", "--spec-draft-p-min", "0"]
-        return [*kind, "--spec-draft-n-max", str(draft.num_steps), "--spec-draft-model", draft.folder]
+        return [*kind, "--spec-draft-n-max", str(draft.shape.num_steps), "--spec-draft-model", draft.folder]
 
     def name_draft_file(self, checkpoint: str, outtype: str) -> str:
         """Return the file as `aerie export` names it."""

@@ -21,7 +21,7 @@ from stages.engines.sse import ReadMessage, read_openai
 from stages.engines.versions import Change
 from stages.params.engines import locate_program
 from stages.params.families import DraftFamily, DraftKind, find_family
-from stages.params.tree_shape import NamedShape, TreeShape
+from stages.params.tree_shape import TreeShape
 from stages.runtime.free_port import HOST
 
 Body = dict[str, Any]
@@ -34,24 +34,14 @@ class ServedDraft:
 
     folder: str
     algorithm: str
-    num_steps: int
-    topk: int
-    num_draft_tokens: int
+    shape: TreeShape
     family: DraftFamily
-    ngram: int = 0  # tokens that n-gram lookup looks up
 
 
 def describe_draft(folder: str, config: dict[str, Any], shape: TreeShape, algorithm: str) -> ServedDraft:
-    """Return the draft of a config.json in `folder`; `algorithm`, which benchmark_served.server names, is of EAGLE-3 drafts."""
-    return ServedDraft(
-        folder=folder,
-        algorithm=find_family(config).algorithm or algorithm,
-        num_steps=shape.num_steps,
-        topk=shape.topk,
-        num_draft_tokens=shape.num_draft_tokens,
-        family=find_family(config),
-        ngram=shape.numbers[0] if isinstance(shape, NamedShape) else 0,
-    )
+    """Return the draft of a config.json in `folder`; `algorithm`, which benchmark_served.servers names, is of EAGLE-3 drafts."""
+    family = find_family(config)
+    return ServedDraft(folder, family.algorithm or algorithm, shape, family)
 
 
 @dataclass(frozen=True)
@@ -147,7 +137,7 @@ class ServingEngine(Protocol):
     owned_by: str | None = None  # of the models that it lists
     own_paths: frozenset[str] = frozenset()  # by which it is known, where it lists other models than it serves
     variables: str | None = None  # how the names of environment variables begin that steer it
-    program_words: int = 2  # of its command line, which benchmark_served.server.command replaces
+    program_words: int = 2  # of its command line, which benchmark_served.servers.*.command replaces
     install_hint: str = ""  # where packages to serve are missing
     known_ends: Sequence[tuple[str, str]] = ()  # a line of the log that it ends with, and what it then can't run
     takes_token_ids: bool = True  # as prompts
@@ -310,7 +300,7 @@ class ServingEngine(Protocol):
             if key in info and info[key] != value:
                 raise ValueError(
                     f"the server reports {key} {info[key]}, expected {value}; start it with this cell's flags, or correct "
-                    "benchmark_served.server.base_urls"
+                    "benchmark_served.servers.*.base_urls"
                 )
         context = info.get("context_length")
         if isinstance(context, int) and context < needed_tokens:
@@ -326,7 +316,7 @@ class ServingEngine(Protocol):
             if concurrency is not None and isinstance(limit, int) and limit < concurrency:
                 raise ValueError(
                     f"the server takes at most {limit} requests in {resource}, expected {concurrency}, the workload's "
-                    "concurrency: beyond it they wait or run many times slower; raise benchmark_served.server.max_batch (or "
+                    "concurrency: beyond it they wait or run many times slower; raise benchmark_served.servers.*.max_batch (or "
                     f"{key})"
                 )
 

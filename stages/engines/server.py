@@ -23,6 +23,7 @@ from pathlib import Path
 
 import httpx
 
+from stages.cells.cell import UNSUPPORTED, NotMeasuredError
 from stages.engines import registry, server_guard
 from stages.runtime.free_port import HOST
 from stages.telemetry import waits
@@ -31,14 +32,6 @@ STOP_TIMEOUT_S = 15.0  # from SIGTERM to SIGKILL
 SLACK_S = 5.0  # for the guard to be scheduled on a busy machine
 ENDING_GRACE_S = 2.0  # from the closed port to the process's end
 LOG_TAIL_BYTES = 20_000
-
-
-class UnsupportedByServerError(ValueError):
-    """A server ended, since its engine can't run what was asked; `reason` says why."""
-
-    def __init__(self, message: str, reason: str):
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass
@@ -204,7 +197,7 @@ class ServerProcess:
         often += f": {reason}" if reason else ""
         tail = read_log_tail(self.log)
         message = f"the {self.engine} server ended with status {status}{often}; its log, {self.log}:\n  {tail}"
-        return UnsupportedByServerError(message, reason) if reason else ValueError(message)
+        return NotMeasuredError(UNSUPPORTED, reason, message) if reason else ValueError(message)
 
 
 def read_log_tail(log: Path, lines: int = 20) -> str:

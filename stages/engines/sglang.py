@@ -36,7 +36,7 @@ INFO_KEYS = (  # of /server_info, those that explain a measurement
 )  # fmt: skip
 STARTUP_FOLDER = Path(__file__).parent / "server_startup"
 PATCH_CORRECTED = (0, 5, 23)  # read from its source: it needs no patch
-SWITCH = "benchmark_served.server.vision_patch"  # of params.yaml, for messages
+SWITCH = "benchmark_served.servers.sglang.vision_patch"  # of params.yaml, for messages
 
 
 class SGLang(protocol.ServingEngine):
@@ -83,7 +83,7 @@ class SGLang(protocol.ServingEngine):
         if missing := sorted(TARGETS.keys() - applied):
             raise ValueError(
                 f"SGLang {version} was to run with the vision patch, found no line of {log} for {', '.join(missing)}; its Python "
-                f"must read PYTHONPATH (no -I or -E in benchmark_served.server.command), or set {SWITCH}: false"
+                f"must read PYTHONPATH (no -I or -E in benchmark_served.servers.sglang.command), or set {SWITCH}: false"
             )
         return f"drafted with the vision patch of SGLang {VERSION} ({SWITCH}; docs/serving.md)"
 
@@ -210,10 +210,10 @@ def _share_gpu_memory(setup: protocol.ServerSetup) -> float:
 def _list_settings(draft: protocol.ServedDraft) -> dict[str, Any]:
     """Return the settings of a draft, which are flags, and keys of what a server reports."""
     named = {"speculative_algorithm": draft.algorithm, "speculative_draft_model_path": draft.folder}
-    width = {"speculative_num_draft_tokens": draft.num_draft_tokens}
+    width = {"speculative_num_draft_tokens": draft.shape.num_draft_tokens}
     if draft.algorithm in ALGORITHMS:  # SGLang sets num_steps and topk of a block to 1 itself
         return named | width
-    return named | {"speculative_num_steps": draft.num_steps, "speculative_eagle_topk": draft.topk} | width
+    return named | {"speculative_num_steps": draft.shape.num_steps, "speculative_eagle_topk": draft.shape.topk} | width
 
 
 def read_generate(stream: AnswerStream, message: dict[str, Any], now: float) -> None:

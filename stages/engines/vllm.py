@@ -66,10 +66,14 @@ class VLLM(protocol.ServingEngine):
         """Raise ValueError for one that does not report the accepted drafts of each request."""
         if () < parse_release(version or "") < OLDEST:
             raise ValueError(f"vLLM {version} does not count accepted drafts by request, expected 0.30 or later; install that "
-                             "(make serving-env), or name another server in benchmark_served.server")  # fmt: skip
+                             "(make serving-env), or name another server in benchmark_served.servers.vllm")  # fmt: skip
 
     def build_speculation_flags(self, draft: protocol.ServedDraft, config: protocol.Info) -> list[str]:
-        fields = {"method": draft.algorithm.lower(), "model": draft.folder, "num_speculative_tokens": draft.num_steps}
+        fields = {
+            "method": draft.algorithm.lower(),
+            "model": draft.folder,
+            "num_speculative_tokens": draft.shape.num_steps,
+        }
         return [CONFIG_FLAG, json.dumps(fields)]
 
     def samples_drafts(self, draft: protocol.ServedDraft, flags: Sequence[str], environment: Mapping[str, str]) -> bool:

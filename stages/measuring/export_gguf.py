@@ -4,22 +4,21 @@ python -m stages.measuring.export_gguf CHECKPOINT FOLDER TYPE
 """
 
 import asyncio
-import dataclasses
 import math
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stages.cells.request_record import RequestRecord
 from stages.draft import checkpoint
-from stages.engines import gguf_files, server
-from stages.engines.llama_cpp import LlamaCpp, build_slot_flags
-from stages.engines.protocol import LoadRequest, ServedDraft, describe_draft, format_flags
+from stages.engines import registry, server
+from stages.engines.protocol import LoadRequest, ServedDraft, ServerSetup, describe_draft, format_flags
 from stages.measuring import load_generator, server_setup
 from stages.measuring.load_generator import Arrivals
 from stages.params import schema
-from stages.params.engines import ENGINES
+from stages.params.engines import ENGINES, GGUF_ENGINE
 from stages.params.families import find_family
 from stages.params.target_files import GGUF_TYPES
 from stages.params.tree_shape import TreeShape
@@ -27,12 +26,12 @@ from stages.runtime import atomic, free_port
 from stages.target import chat_template, manifest
 from stages.telemetry.run_stage import run_stage
 
-ENGINE = LlamaCpp()
+ENGINE = registry.get(GGUF_ENGINE)
 STEPS = 3  # drafts a cycle in the line that is printed; a block draft's are its block
-SLOT_TOKENS = 1024
+REQUEST_TOKENS = 1024
 QUESTION, ANSWER_TOKENS = "What is the weather like in winter?", 64
 TIMEOUT_S = 600.0
-LOG = gguf_files.FOLDER / "export.log"
+LOG = Path(".scratch/export.log")
 
 
 def main(checkpoint_name: str, folder: str, outtype: str) -> None:
@@ -40,9 +39,10 @@ def main(checkpoint_name: str, folder: str, outtype: str) -> None:
     params = schema.load_params()
     config = server_setup.read_draft_config(params, checkpoint_name)
     draft = _choose_chain(params, checkpoint_name, config)
-    files = _write_files(params, draft, Path(folder), outtype)
-    flags = ENGINE.build_speculation_flags(dataclasses.replace(draft, folder=str(files[1])), config)
-    record = _ask_server(params, str(files[0]), flags)
+    setup = _choose_setup(params, outtype)
+    files = _write_files(setup, draft, Path(folder), outtype)
+    flags = ENGINE.build_speculation_flags(replace(draft, folder=str(files[1])), config)
+    record = _ask_server(params, replace(setup, folder=str(files[0])), flags)
     if record.failure_reason or record.counts is None:
         raise ValueError(
             f"llama-server does not draft with {files[1]}: {record.failure_message or 'it counts no drafts'}; its log is {LOG}"
@@ -63,53 +63,67 @@ def _choose_chain(params: schema.Params, checkpoint_name: str, config: dict[str,
     if reason := ENGINE.explain_unsupported(shape, config):
         raise ValueError(f"{checkpoint_name}: {reason}; llama.cpp takes EAGLE-3 and block drafts")
     folder = checkpoint.locate_checkpoint(checkpoint_name) / "draft"
-    return describe_draft(str(folder), config, shape, params.benchmark_served.server.algorithm)
+    return describe_draft(str(folder), config, shape, params.benchmark_served.get_server(ENGINE.name).algorithm)
 
 
-def _write_files(params: schema.Params, draft: ServedDraft, folder: Path, outtype: str) -> tuple[Path, Path]:
-    """Return the files of target and draft in `folder`, of a GGUF type, or that of target.dtype where none is named."""
-    by_type = {name: dtype for dtype, name in GGUF_TYPES.items()}
-    dtype, quantised = by_type.get(outtype, params.target.dtype), None if outtype in by_type else outtype or None
-    target = manifest.resolve_weights_folder(manifest.read_manifest())
-    made = {
-        "target": gguf_files.make_gguf(target, dtype, quantised, params.target.trust_remote_code),
-        Path(draft.folder).parent.name: gguf_files.make_gguf(
-            Path(draft.folder), dtype, quantised, params.target.trust_remote_code, target
-        ),
-    }
+def _choose_setup(params: schema.Params, outtype: str) -> ServerSetup:
+    """Return the server of the target, in a GGUF type, or that of target.dtype where none is named."""
+    by_type, target = {name: dtype for dtype, name in GGUF_TYPES.items()}, params.target
+    return ServerSetup(
+        engine=ENGINE.name,
+        folder=str(manifest.resolve_weights_folder(manifest.read_manifest())),
+        dtype=by_type.get(outtype, target.dtype),
+        device=target.device,
+        trust_remote_code=target.trust_remote_code,
+        tp=1,
+        mem_fraction=params.benchmark_served.get_server(ENGINE.name).mem_fraction,
+        max_total_tokens=None,
+        max_batch=1,
+        context_length=None,
+        torch_compile=False,
+        more=(),
+        quantised=None if outtype in by_type else outtype or None,
+    )
+
+
+def _write_files(setup: ServerSetup, draft: ServedDraft, folder: Path, outtype: str) -> tuple[Path, Path]:
+    """Return the files of target and draft in `folder`."""
+    target, own = Path(setup.folder), Path(draft.folder)
+    made = {"target": ENGINE.convert_folder(target, setup), own.parent.name: ENGINE.convert_folder(own, setup, target)}
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, file in made.items():
-        paths.append(folder / f"{name}-{outtype or GGUF_TYPES[dtype]}.gguf")
+        paths.append(folder / f"{name}-{outtype or GGUF_TYPES[setup.dtype]}.gguf")
         with atomic.write_file(paths[-1]) as temporary:
             shutil.copyfile(file, temporary)
-        print(f"{paths[-1]}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
+        print(f"{paths[-1]}: {paths[-1].stat().st_size / 1e6:.1f} MB", flush=True)
     return paths[0], paths[1]
 
 
-def _ask_server(params: schema.Params, target: str, flags: list[str]) -> RequestRecord:
-    """Return one answer of a llama-server that is started for it."""
+def _ask_server(params: schema.Params, setup: ServerSetup, flags: list[str]) -> RequestRecord:
+    """Return one answer of a server that is started for it."""
     t, found = params.target, manifest.read_manifest()
     tokenizer = chat_template.load_tokenizer(
         manifest.resolve_weights_folder(found), t.trust_remote_code, found.chat_template
     )
     prompt = chat_template.encode_prompt(tokenizer, [{"role": "user", "content": QUESTION}])
     request = LoadRequest("export#0", prompt, ANSWER_TOKENS, 0.0, 1.0, None, ignore_eos=True)
-    port = free_port.find_free_port()
-    line = ENGINE.build_command(target, port, t.dtype, t.device, t.trust_remote_code)
-    line += [*format_flags(build_slot_flags(1, SLOT_TOKENS, t.num_threads)), *flags]
+    port, slots = (
+        free_port.find_free_port(),
+        ENGINE.list_slot_flags(setup, setup.folder, 1, REQUEST_TOKENS, t.num_threads),
+    )
+    line = [*ENGINE.build_setup_command(setup, port, []), *format_flags(slots), *flags]
     with server.ServerProcess(ENGINE.name, line, port, LOG, TIMEOUT_S, section="aerie export") as own:
         load = load_generator.run_load(
-            own.base_url,
-            target,
-            [request],
-            Arrivals(math.inf, 1, 0),
-            TIMEOUT_S,
-            [],
-            "aerie export",
-            None,
-            ENGINE,
-            STEPS,
+            url=own.base_url,
+            model=setup.folder,
+            requests=[request],
+            arrivals=Arrivals(rate=math.inf, concurrency=1, seed=0),
+            request_timeout_s=TIMEOUT_S,
+            warmup=[],
+            section="aerie export",
+            engine=ENGINE,
+            num_steps=STEPS,
         )
         return asyncio.run(load).records[0]
 

@@ -4,23 +4,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from stages.cells.cell import SKIPPED, NotMeasuredError
 from stages.cells.points import MIN_JUDGED_CYCLES
 from stages.engines import registry
+from stages.engines.cell_engine import LoadResult
 from stages.engines.protocol import ServedDraft
-from stages.measuring.load_generator import LoadResult
+from stages.measuring.repeats import sum_counts
 
 MIN_SIMULATED_CYCLES = 50  # fewer say little of simulated acceptance
 MAX_DEVIATION = 0.2  # of a simulated accept length from the one that was asked
-
-
-class NothingAcceptedError(ValueError):
-    """A server drafts, and no draft token is accepted."""
-
-
-def sum_counts(loads: list[LoadResult]) -> tuple[int, int]:
-    """Return (verify cycles, accepted draft tokens)."""
-    counts = [r.counts for load in loads for r in load.records if r.counts]
-    return sum(c.cycles for c in counts), sum(c.accepted for c in counts)
 
 
 def check_answered(load_name: str, load: LoadResult) -> None:
@@ -33,30 +25,29 @@ def check_answered(load_name: str, load: LoadResult) -> None:
 
 
 def check_drafts_accepted(
-    server_name: str, draft: ServedDraft | None, loads: list[LoadResult], server_info: dict[str, Any], num_prompts: int
+    server_name: str, draft: ServedDraft | None, load: LoadResult, server_info: dict[str, Any]
 ) -> None:
-    """Raise NothingAcceptedError for a draft of which no token is accepted, ValueError where the settings are why."""
+    """Raise NotMeasuredError for a draft of which no token is accepted, ValueError where the settings are why."""
     if draft is None:
         return
-    cycles, accepted = sum_counts(loads)
+    cycles, accepted = sum_counts([load])
     if cycles >= MIN_JUDGED_CYCLES and accepted == 0 and draft.family.segment:
         found = f"{server_name}: no draft was accepted in {cycles} cycles, so tau is 1.00"
         if draft.algorithm == "EAGLE":
             raise ValueError(
-                f"{found}: benchmark_served.server.algorithm is EAGLE, which leaves out the fusion; set EAGLE3"
+                f"{found}: benchmark_served.servers.*.algorithm is EAGLE, which leaves out the fusion; set EAGLE3"
             )
-        raise NothingAcceptedError(
+        raise NotMeasuredError(
+            SKIPPED,
             f"{found}; where results/replay has more, the draft is another target's, or the engine passes over its "
-            "tensors or the target's head"
+            "tensors or the target's head",
         )
-    if not cycles and not any(load.counting_errors for load in loads):
-        tokens = sum(r.output_tokens for load in loads for r in load.records)
-        if tokens > num_prompts * 2:
-            raise ValueError(
-                f"{server_name}: the engine reports no accepted drafts (speculative_algorithm: "
-                f"{server_info.get('speculative_algorithm', 'unknown')}); start it with this cell's flags, vLLM with "
-                "--per-request-spec-decode-metrics summary"
-            )
+    if not cycles and not load.counting_errors and sum(r.output_tokens for r in load.records) > 2 * len(load.records):
+        raise ValueError(
+            f"{server_name}: the engine reports no accepted drafts (speculative_algorithm: "
+            f"{server_info.get('speculative_algorithm', 'unknown')}); start it with this cell's flags, vLLM with "
+            "--per-request-spec-decode-metrics summary"
+        )
 
 
 def list_warnings(

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +21,7 @@ import numpy as np
 
 from stages.cells.request_record import RequestRecord
 from stages.engines import http_session, registry
+from stages.engines.cell_engine import LoadResult
 from stages.engines.protocol import BuiltRequest, LoadRequest, ServingEngine
 from stages.engines.sse import AnswerStream
 
@@ -42,18 +42,6 @@ class Arrivals:
             return np.zeros(requests)
         gaps = np.random.default_rng(self.seed).exponential(1 / self.rate, requests)
         return np.cumsum(gaps) - gaps[0]
-
-
-@dataclass
-class LoadResult:
-    """The measurements of a load."""
-
-    engine: str
-    records: list[RequestRecord]  # in the order of the requests
-    max_in_flight: int
-    warmup_failed: dict[str, int]  # by reason
-    counting_errors: list[str]  # why accepted drafts could not be counted
-    engine_figures: dict[str, Any] = field(default_factory=dict)  # the engine's own, by its names
 
 
 async def run_load(
@@ -98,9 +86,8 @@ async def run_load(
         await engine.begin_load(http, url)
         generator = LoadGenerator(http, url, engine, check, on_request_end, num_steps)
         records = await generator.send(requests, arrivals)
-        warmup_failed = dict(sorted(Counter(str(r.failure_reason) for r in failed).items()))
         figures = await engine.fetch_figures(http, url)
-    return LoadResult(engine.name, records, generator.max_in_flight, warmup_failed, generator.counting_errors, figures)
+    return LoadResult(records, generator.counting_errors, figures)
 
 
 @dataclass
@@ -113,9 +100,7 @@ class LoadGenerator:
     check: Callable[[], None]
     on_request_end: Callable[[], object] = lambda: None
     num_steps: int | None = None
-    max_in_flight: int = 0
     counting_errors: list[str] = field(default_factory=list)
-    _in_flight: int = 0
 
     async def send(self, requests: list[LoadRequest], arrivals: Arrivals) -> list[RequestRecord]:
         """Return a record of each request. Requests in flight are dropped when this is cancelled."""
@@ -135,12 +120,9 @@ class LoadGenerator:
 
     async def _send_in_turn(self, gate: Any, request: LoadRequest, built: BuiltRequest, due: float) -> RequestRecord:
         async with gate:
-            self._in_flight += 1
-            self.max_in_flight = max(self.max_in_flight, self._in_flight)
             try:
                 return await self._send_request(request, built, due)
             finally:
-                self._in_flight -= 1
                 self.on_request_end()
 
     async def _send_request(self, request: LoadRequest, built: BuiltRequest, due: float) -> RequestRecord:

@@ -7,34 +7,41 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from stages.cells.cell import Memory
+from tqdm import tqdm
+
+from stages.cells import cell
+from stages.cells.cell import PLAIN, SPECULATIVE, Memory
+from stages.draft import checkpoint
 from stages.engines import gpu_memory, http_session, registry, server
-from stages.engines.protocol import ServedDraft, ServerSetup, ServingEngine, format_flags
+from stages.engines.cell_engine import CellContext, LoadResult, QuestionTurn, ResultsByKind, Subject
+from stages.engines.protocol import ServedDraft, ServerSetup, describe_draft, format_flags
 from stages.engines.server import ServerGroup
-from stages.measuring import load_checks, measurement_lock
-from stages.measuring.load_generator import LoadResult
+from stages.measuring import load_checks, load_generator, measurement_lock, server_setup
+from stages.measuring.load_generator import Arrivals
+from stages.measuring.server_setup import ServedWorkload
 from stages.params import server_urls
-from stages.params.engines import locate_program
-from stages.params.tree_shape import Load
+from stages.params.tree_shape import Load, TreeShape
 from stages.params.units import format_gib
 from stages.runtime.free_port import find_free_port
 
+LOGS_FOLDER = Path(".scratch/served")
+LATER_WARMUP = 1  # prompts before a load whose batches the server has compiled kernels for
 RELEASED_GIB, RELEASE_S = 1.0, 30.0  # use above that before the server that counts as released; how long to wait for it
 CheckServer = Callable[[], None]  # raises ValueError if the server has ended
 
 
-@dataclass
-class MeasuredServer:
-    """A server configuration of the cell, and what was measured on it."""
+@dataclass(eq=False)
+class MeasuredServer(Subject):
+    """A server configuration under one workload, and what was measured on it."""
 
-    config_name: str  # as benchmark_served.server.base_urls names it
-    checkpoint: str | None = None  # None: without a draft
-    tree_name: str | None = None
+    work: ServedWorkload
+    name: str  # as benchmark_served.servers.*.base_urls names it
     draft: ServedDraft | None = None
     speculation_flags: list[str] = field(default_factory=list)
-    loads: dict[Load, list[list[LoadResult]]] = field(default_factory=dict)  # load -> repeat -> turn
+    results: ResultsByKind = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)  # reported by the server
     command: list[str] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
@@ -46,89 +53,147 @@ class MeasuredServer:
     simulated_length: float | None = None
 
     @property
+    def context(self) -> CellContext:  # type: ignore[override]
+        return self.work.context
+
+    @property
+    def kind(self) -> str:
+        return SPECULATIVE if self.draft else PLAIN
+
+    @property
+    def simulates(self) -> bool:  # type: ignore[override]
+        return self.simulated_length is not None
+
+    @property
     def num_draft_tokens(self) -> int:
         """Return the tokens of the tree, 0 without a draft."""
-        return self.draft.num_draft_tokens if self.draft else 0
+        return self.draft.shape.num_draft_tokens if self.draft else 0
+
+    @property
+    def needs_vision_patch(self) -> bool:
+        is_visual = self.context.manifest.modality == "image"
+        return self.work.settings.vision_patch and is_visual and self.draft is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether base_urls names the server: it is not started."""
+        return self.name in self.work.settings.base_urls
+
+    @property
+    def samples_drafts(self) -> bool:
+        """Return whether the server samples the workload's drafts; False without a draft, at temperature 0, and at top_k 1."""
+        workload = self.context.workload
+        if self.draft is None or not workload.temperature or workload.top_k == 1:
+            return False
+        flags = [*self.speculation_flags, *self.work.setup.more]
+        return self.work.engine.samples_drafts(self.draft, flags, self.info.get("environment", {}))
 
     def measure_draft_gib(self) -> float | None:
         """Return the size of the draft's file: engines don't report the memory of a draft. None without one."""
         file = Path(self.draft.folder) / "model.safetensors" if self.draft else None
         return round(file.stat().st_size / 2**30, 3) if file and file.exists() else None
 
+    def explain_unsupported(self) -> str | None:
+        """Return why the engine can't run the configuration; None if it can."""
+        engine, config = self.work.engine, self.work.draft_config
+        reason = engine.explain_unsupported(self.draft.shape, config) if self.draft else None
+        if self.draft and not reason and engine.find_change(config):
+            reason = engine.explain_old_version(self.work.find_version(), config)
+        if reason:
+            return reason
+        if self.work.image_processor and not engine.takes_images:
+            return f"{engine.name} takes no pictures with token ids"
+        return None
 
-@dataclass(frozen=True)
-class ServerPlan:
-    """How the servers of a cell are reached or started, and what they must hold."""
+    def run_turn(self, turns: list[QuestionTurn], load: Load, repeat: int) -> dict[str, LoadResult]:
+        """Send a turn of each question. Before the first turns come those of the warm-up.
 
-    setup: ServerSetup
-    program: list[str]  # the first words of the command line; empty: the engine's own
-    base_urls: dict[str, str]  # of running servers, by configuration
-    served_model: str
-    api_key: str | None = field(repr=False)
-    request_timeout_s: float
-    start_timeout_s: float
-    num_threads: int
-    vision_patch: bool  # whether drafts may need it, of prompts with images
-    section: str  # of params.yaml, for messages
-    max_concurrency: int | None  # of the loads, at most the number of prompts
-    request_tokens: int  # the longest prompt and its answer
-    cache_tokens: int  # of the largest load
-    token_bytes: int  # keys and values of one token
-
-    @property
-    def engine(self) -> ServingEngine:
-        return registry.get(self.setup.engine)
-
-    @property
-    def program_path(self) -> str:
-        """Return the program that starts a server."""
-        return self.program[0] if self.program else locate_program(self.setup.engine)
-
-    def find_version(self) -> str | None:
-        """Return the version of the engine; None where it can't be told. Raises ValueError for one that is too old."""
-        return self.engine.find_version(self.program_path)
-
-    def count_servers_at_once(self) -> int:
-        """Return how many of these servers this machine holds at once; a running one (base_urls) takes nothing of it."""
-        if self.setup.device == "cpu" or self.base_urls:
-            return 2
-        return self.setup.count_fitting()
-
-    def measure_weight_files_gib(self) -> float:
-        """Return the size of the target's files."""
-        return sum(file.stat().st_size for file in Path(self.setup.folder).glob("*.safetensors")) / 2**30
-
-    def limit_reported_weights(self) -> float | None:
-        """Return the most GiB of weights that a server's report is right about; None without a limit.
-
-        SGLang reports the memory that became less while it read its weights, and so what a server that started meanwhile, of
-        this stage or of another, took. In float32 files of 16 bits take twice their size.
+        The whole warm-up, of as many prompts as the load at most, runs before the first load at each concurrency, since engines
+        compile kernels by the size of a batch; one prompt of it before each later load.
         """
-        limited = self.can_start_together() and self.setup.device != "cpu" and self.setup.dtype != "float32"
-        return round(self.measure_weight_files_gib(), 3) if limited else None
+        workload, warmup = self.context.workload, list[QuestionTurn]()
+        if turns[0].number == 0:
+            is_warm = any(earlier.concurrency == load.concurrency for earlier in self.results.get(self.kind, {}))
+            most = min(LATER_WARMUP, len(turns)) if is_warm else len(turns)
+            warmup = self.context.list_first_turns(self.context.warmup_prompts.head(most))
+        requests, uncounted = (
+            [self.work.make_request(turn, load.max_new_tokens) for turn in each] for each in (turns, warmup)
+        )
+        load_name = f"{self.name}, {load}"
+        with tqdm(total=len(requests), desc=load_name, unit="request", mininterval=2) as bar:
+            sent = load_generator.run_load(
+                url=self.url,
+                model=self.work.served_model,
+                requests=requests,
+                arrivals=Arrivals(workload.requests_per_second, load.concurrency, workload.seed + repeat),
+                request_timeout_s=workload.deadline_s,
+                warmup=uncounted,
+                section=self.work.section,
+                key=self.work.api_key,
+                engine=self.work.engine,
+                num_steps=self.draft.shape.num_steps if self.draft else None,
+                check=self.check,
+                on_request_end=bar.update,
+            )
+            result = asyncio.run(sent)
+        load_checks.check_answered(load_name, result)
+        load_checks.check_drafts_accepted(self.name, self.draft, result, self.info)
+        return {self.kind: result}
 
-    def can_start_together(self) -> bool:
-        """Return whether servers may start at once: an engine sizes a cache of no given size by the memory that it finds free."""
-        return self.setup.device == "cpu" or self.setup.max_total_tokens is not None
+    def list_warnings(self, load: Load, results: list[LoadResult]) -> list[str]:
+        """Return the warnings of a load: too little warm-up, a KV cache that is too small, requests that failed."""
+        found = load_checks.list_warnings(
+            results,
+            self.context.prompts["prompt_ids"].list.len().to_list(),
+            load.concurrency,
+            load.max_new_tokens + self.num_draft_tokens,
+            self.memory.kv_tokens,
+            self.context.workload.warmup,
+        )
+        return [*found, self.notice] if self.notice else found
+
+    def list_figures(self, results: list[LoadResult]) -> dict[str, Any]:
+        figures: dict[str, Any] = {}
+        for result in results:
+            figures |= result.engine_figures
+        key = self.work.engine.accept_length
+        told = [r.engine_meta.get(key) for result in results for r in result.records]
+        if lengths := [float(length) for length in told if length is not None]:
+            figures[f"{key}, mean over requests"] = fmean(lengths)
+        return figures
+
+
+def configure_server(work: ServedWorkload, checkpoint_name: str | None, tree: TreeShape | None) -> MeasuredServer:
+    """Return the configuration with a checkpoint's draft and a tree, or without them."""
+    if checkpoint_name is None or tree is None:
+        return MeasuredServer(work, cell.name_configuration(None, None))
+    folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
+    draft = describe_draft(folder, work.draft_config, tree, work.settings.algorithm)
+    flags = work.engine.build_speculation_flags(draft, work.draft_config)
+    return MeasuredServer(work, cell.name_configuration(checkpoint_name, tree.name), draft, flags)
+
+
+# Opening
 
 
 @contextlib.contextmanager
-def open_servers(plan: ServerPlan, servers: dict[Path, MeasuredServer]) -> Iterator[None]:
-    """Open servers of these configurations, by their logs: running ones, or started for the block.
+def open_servers(work: ServedWorkload, servers: list[MeasuredServer], owner: str) -> Iterator[None]:
+    """Open servers: running ones, or started for the block, and take the turn to measure them.
 
     Servers start at once where none takes its cache from memory that another frees or fills meanwhile; else one after the other.
     The block has the turn to measure, which ends when the servers have ended: SGLang takes seven seconds, in which another
-    stage's server would be measured slow.
+    stage's server would be measured slow. `owner` is the cell or the grid that they are measured for: another may have a
+    server of the same configuration meanwhile.
     """
-    gpus_before, items = gpu_memory.list_visible_gpus(), [*servers.items()]
-    groups = [items] if plan.can_start_together() else [[item] for item in items]
+    gpus_before = gpu_memory.list_visible_gpus()
+    groups = [servers] if work.can_start_together() else [[each] for each in servers]
     with contextlib.ExitStack() as turn, contextlib.ExitStack() as stack:
         for group in groups:
-            _open_group(plan, group, stack)
+            _open_group(work, group, LOGS_FOLDER / f"{work.context.engine}-{owner}", stack)
         turn.enter_context(measurement_lock.measure_server())
         yield
     gpu_after = wait_for_release(gpus_before)
-    for measured in servers.values():
+    for measured in servers:
         measured.memory = measured.memory.model_copy(update={"gpu_after": gpu_after})
 
 
@@ -151,103 +216,114 @@ def wait_for_release(gpus_before: list[gpu_memory.GpuMemory]) -> float | None:
     return used
 
 
-def _open_group(plan: ServerPlan, group: list[tuple[Path, MeasuredServer]], stack: contextlib.ExitStack) -> None:
+def _open_group(work: ServedWorkload, group: list[MeasuredServer], logs: Path, stack: contextlib.ExitStack) -> None:
     """Start servers at once, but for running ones, which `stack` will end, and identify each."""
     gpus_before = gpu_memory.list_visible_gpus()
-    started = [(log, measured) for log, measured in group if measured.config_name not in plan.base_urls]
-    if started and plan.setup.device != "cpu":
-        _check_memory(plan, [measured for _, measured in started], gpus_before[: plan.setup.tp])
     running: dict[str, server.ServerProcess] = {}
-    for log, measured in started:
-        running[measured.config_name] = _prepare_process(plan, measured, log)
-    if running:
+    if started := [measured for measured in group if not measured.is_running]:
+        setup = work.convert_target()
+        if setup.device != "cpu":
+            check_memory(work, setup, started, gpus_before[: setup.tp])
+        for measured in started:
+            running[measured.name] = _prepare_process(measured, setup, logs / f"{measured.name}.log")
         with measurement_lock.start_server():
             stack.enter_context(ServerGroup([*running.values()]))
-    for log, measured in group:
-        process = running.get(measured.config_name)
+    for measured in group:
+        process = running.get(measured.name)
         if process:
             measured.url, measured.check = process.base_url, process.check_alive
         else:
-            measured.url = server_urls.strip_api_path(plan.base_urls[measured.config_name])
-        asyncio.run(_identify_server(plan, measured))
+            measured.url = server_urls.strip_api_path(work.settings.base_urls[measured.name])
+        asyncio.run(_identify_server(measured))
         if process is None:
             continue
-        measured.info |= plan.engine.read_log(log.read_text(errors="replace"))
+        measured.info |= work.engine.read_log(process.log.read_text(errors="replace"))
         if variables := registry.list_variables(os.environ | process.environment):
             measured.info["environment"] = variables
-        if _needs_vision_patch(plan, measured):
-            measured.notice = plan.engine.describe_patch(log, str(measured.info.get("version")))
+        if measured.needs_vision_patch:
+            measured.notice = work.engine.describe_patch(process.log, str(measured.info.get("version")))
         # The driver reports memory by GPU, so servers that started at once share one figure.
         serving = gpu_memory.sum_used_gib(gpu_memory.list_visible_gpus()) if len(running) == 1 else None
         used: dict[str, float | None] = {"gpu_before": gpu_memory.sum_used_gib(gpus_before), "gpu_serving": serving}
-        if measured.memory.weights is not None and (limit := plan.limit_reported_weights()) is not None:
+        if measured.memory.weights is not None and (limit := work.limit_reported_weights()) is not None:
             used["weights"] = min(measured.memory.weights, limit)
         measured.memory = measured.memory.model_copy(update=used)
 
 
-def _needs_vision_patch(plan: ServerPlan, measured: MeasuredServer) -> bool:
-    return plan.vision_patch and measured.draft is not None
+def _prepare_process(measured: MeasuredServer, setup: ServerSetup, log: Path) -> server.ServerProcess:
+    """Return the process of a server that is to be started.
 
-
-def _prepare_process(plan: ServerPlan, measured: MeasuredServer, log: Path) -> server.ServerProcess:
-    """Return the process of a server that is to be started. Raises ValueError if it would simulate acceptance unasked."""
-    setup, name = plan.setup, measured.config_name
-    if plan.base_urls:
-        print(f"note: {plan.section}.base_urls has no {name}; starting one", flush=True)
-    engine, port = plan.engine, find_free_port()
-    command = engine.build_setup_command(setup, port, plan.program, plan.find_version())
-    request_tokens = plan.request_tokens + measured.num_draft_tokens
-    slots = engine.list_slot_flags(setup, plan.served_model, plan.max_concurrency, request_tokens, plan.num_threads)
-    measured.command = [*command[:1], *format_flags(slots), *command[1:], *measured.speculation_flags]
+    Raises ValueError if it would simulate acceptance unasked, its program is too old for the draft, or a file can't be made.
+    """
+    work, engine, port = measured.work, measured.work.engine, find_free_port()
+    if work.settings.base_urls:
+        print(f"note: {work.section}.base_urls has no {measured.name}; starting one", flush=True)
+    flags = measured.speculation_flags
+    if measured.draft:
+        engine.check_program(work.program_path, flags)
+    if measured.draft and measured.draft.family.segment:
+        folder = measured.draft.folder
+        loaded = engine.convert_folder(Path(folder), work.setup, work.context.target_folder)
+        flags = measured.speculation_flags = [loaded if word == folder else word for word in flags]
+    command = engine.build_setup_command(setup, port, work.settings.command, work.find_version())
+    request_tokens, num_threads = work.request_tokens + measured.num_draft_tokens, work.params.target.num_threads
+    slots = engine.list_slot_flags(setup, work.served_model, work.max_concurrency, request_tokens, num_threads)
+    measured.command = [*command[:1], *format_flags(slots), *command[1:], *flags]
     if measured.draft:
         measured.command += engine.counting_flags
-    print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)
-    threads, environment = None, dict(measured.variables)
-    if setup.device == "cpu":
-        threads = plan.num_threads
-        environment |= engine.build_cpu_environment(threads, plan.cache_tokens * plan.token_bytes)
-    if _needs_vision_patch(plan, measured):
+    print(f"starting {setup.engine} for {measured.name}; its log is {log}", flush=True)
+    environment, is_on_cpu = dict(measured.variables), setup.device == "cpu"
+    if is_on_cpu:
+        environment |= engine.build_cpu_environment(num_threads, work.cache_tokens * work.token_bytes)
+    if measured.needs_vision_patch:
         environment |= engine.build_patch_environment()
-    if measured.simulated_length is None:
+    if not measured.simulates:
         load_checks.check_real(os.environ, measured.command)
     return server.ServerProcess(
-        setup.engine, measured.command, port, log, plan.start_timeout_s, threads=threads, environment=environment,
-        section=plan.section,
-    )  # fmt: skip
+        setup.engine,
+        measured.command,
+        port,
+        log,
+        work.settings.start_timeout_s,
+        threads=num_threads if is_on_cpu else None,
+        environment=environment,
+        section=work.section,
+    )
 
 
-def _check_memory(plan: ServerPlan, servers: list[MeasuredServer], gpus: list[gpu_memory.GpuMemory]) -> None:
+def check_memory(
+    work: ServedWorkload, setup: ServerSetup, servers: list[MeasuredServer], gpus: list[gpu_memory.GpuMemory]
+) -> None:
     """Check that no other process holds memory that a server will take, and that each has room for its weights.
 
     Servers that start at once have caches of a given size, so `mem_fraction` is not what each of them takes.
     """
-    setup = plan.setup
     gpu_memory.check_free_memory(gpus, setup.mem_fraction)
-    weights = plan.measure_weight_files_gib()
-    tokens = min(plan.cache_tokens, setup.max_total_tokens or plan.cache_tokens)
+    weights = server_setup.measure_weight_files_gib(setup.folder)
+    tokens = min(work.cache_tokens, setup.max_total_tokens or work.cache_tokens)
     capacity = sum(gpu.total for gpu in gpus) * setup.mem_fraction
     for measured in servers:
         draft = measured.measure_draft_gib() or 0.0
-        gpu_memory.check_weights_fit(weights, draft, tokens, plan.token_bytes, capacity)
+        gpu_memory.check_weights_fit(weights, draft, tokens, work.token_bytes, capacity)
 
 
-async def _identify_server(plan: ServerPlan, measured: MeasuredServer) -> None:
+async def _identify_server(measured: MeasuredServer) -> None:
     """Read what the server reports of itself. Raises ValueError if it is not the one meant."""
-    url = measured.url
-    async with http_session.HttpSession(plan.served_model, plan.request_timeout_s, plan.section, plan.api_key) as http:
+    work, url, timeout_s = measured.work, measured.url, measured.context.workload.deadline_s
+    async with http_session.HttpSession(work.served_model, timeout_s, work.section, work.api_key) as http:
         try:
             engine = await registry.identify_engine(http, url)
             measured.info = await engine.fetch_info(http, url)
         except http_session.ExchangeFailedError as error:
             measured.check()
             raise ValueError(
-                f"{url} can't be asked: {error}; is it running? Correct {plan.section}.base_urls"
+                f"{url} can't be asked: {error}; is it running? Correct {work.section}.base_urls"
             ) from None
-    if engine is not plan.engine:
+    if engine is not work.engine:
         raise ValueError(
-            f"{url} is served by {engine.name}, expected {plan.setup.engine}; correct benchmark_served.engine"
+            f"{url} is served by {engine.name}, expected {work.engine.name}; correct {work.section}.base_urls"
         )
     engine.check_version(measured.info.get("version"))
     measured.memory = engine.read_memory(measured.info)
-    needed_tokens = plan.request_tokens + measured.num_draft_tokens
-    engine.check_info(measured.info, measured.draft, plan.max_concurrency, needed_tokens)
+    needed_tokens = work.request_tokens + measured.num_draft_tokens
+    engine.check_info(measured.info, measured.draft, work.max_concurrency, needed_tokens)

@@ -5,15 +5,13 @@ Locks of the kernel (flock), shared by all stages of a user on this machine, fre
     starting   shared by stages whose server starts; exclusive: the one that measures
     measuring  shared by stages whose server is ready, until they have measured and ended it; no other server starts meanwhile
 
-Alone, a stage has nothing to wait for. Stages with a TMPDIR each, as on GPUs of their own, do not wait for each other, unless
-`begin_together` says when all begin.
+Alone, a stage has nothing to wait for. Stages with a TMPDIR each, as on GPUs of their own, do not wait for each other.
 """
 
 import fcntl
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from stages.runtime.machine import open_lock_file, open_user_folder
@@ -22,14 +20,14 @@ POLL_S = 0.1
 
 
 @contextmanager
-def _hold(name: str, kind: int, tmpdir: Path | None = None) -> Iterator[None]:
+def hold_lock(name: str, kind: int, tmpdir: Path | None = None) -> Iterator[None]:
     """Hold a lock, as soon as others let it go."""
     with open_lock_file(open_user_folder(tmpdir), f"{name}.lock") as file:
         fcntl.flock(file, kind)
         yield
 
 
-def _is_free(name: str, tmpdir: Path | None = None) -> bool:
+def is_free(name: str, tmpdir: Path | None = None) -> bool:
     """Return whether the lock is free."""
     with open_lock_file(open_user_folder(tmpdir), f"{name}.lock") as file:
         try:
@@ -42,7 +40,7 @@ def _is_free(name: str, tmpdir: Path | None = None) -> bool:
 def has_other_servers() -> bool:
     """Return whether another stage has a server that starts, or that waits for its measurement or is being measured."""
     return any(
-        (open_user_folder() / f"{name}.lock").exists() and not _is_free(name) for name in ("starting", "measuring")
+        (open_user_folder() / f"{name}.lock").exists() and not is_free(name) for name in ("starting", "measuring")
     )
 
 
@@ -50,8 +48,8 @@ def has_other_servers() -> bool:
 def start_server() -> Iterator[None]:
     """Start a server inside the block, which waits until no server is being measured or about to be."""
     while True:
-        with _hold("starting", fcntl.LOCK_SH):
-            if _is_free("measuring"):  # and stays so: who is ready now waits for `starting`
+        with hold_lock("starting", fcntl.LOCK_SH):
+            if is_free("measuring"):  # and stays so: who is ready now waits for `starting`
                 yield
                 return
         time.sleep(POLL_S)
@@ -60,33 +58,5 @@ def start_server() -> Iterator[None]:
 @contextmanager
 def measure_server() -> Iterator[None]:
     """Measure a server inside the block, which waits until none starts and no other is being measured."""
-    with _hold("measuring", fcntl.LOCK_SH), _hold("starting", fcntl.LOCK_EX):
+    with hold_lock("measuring", fcntl.LOCK_SH), hold_lock("starting", fcntl.LOCK_EX):
         yield
-
-
-@contextmanager
-def begin_together(tmpdirs: Sequence[Path]) -> Iterator[threading.Event]:
-    """Let stages with these TMPDIRs, run in the block, begin to measure when each has a server that is ready.
-
-    Servers that start slow what is measured beside them. Yield an event to set when a stage ends: it may have failed before its
-    server was ready, and the others wait no longer.
-    """
-    ended = threading.Event()
-    with ExitStack() as stack:
-        for tmpdir in tmpdirs:
-            stack.enter_context(_hold("starting", fcntl.LOCK_SH, tmpdir))
-        release = threading.Thread(target=_release_when_ready, args=(stack.pop_all(), tmpdirs, ended))
-    release.start()
-    try:
-        yield ended
-    finally:
-        ended.set()
-        release.join()
-
-
-def _release_when_ready(held: ExitStack, tmpdirs: Sequence[Path], ended: threading.Event) -> None:
-    """Let go of the `starting` locks once a stage of each TMPDIR waits to measure, or one has ended."""
-    with held:
-        while any(_is_free("measuring", tmpdir) for tmpdir in tmpdirs):
-            if ended.wait(POLL_S):
-                return

@@ -1,35 +1,33 @@
-"""The server configurations of a workload: how a server is set up, what it must hold, and what it can't run."""
+"""A workload as a serving engine gets it: how servers are set up, what they must hold, what they can't run, and requests."""
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from stages.cells import cell
 from stages.cells.cell import Hardware
 from stages.draft import checkpoint
-from stages.engines import gpu_memory
-from stages.engines.protocol import ServerSetup, describe_draft
+from stages.engines import gpu_memory, http_session, registry
+from stages.engines.cell_engine import CellContext, QuestionTurn
+from stages.engines.protocol import LoadRequest, ServerSetup, ServingEngine
 from stages.families.family import find_family, get_files
-from stages.grading import grade
-from stages.measuring.measured_server import MeasuredServer, ServerPlan
-from stages.measuring.requests import SECTION, ServedCellContext
 from stages.params import schema
-from stages.params.benchmark_sections import Workload
-from stages.params.section import get_named
-from stages.params.tree_shape import TreeShape, parse_shape
+from stages.params.benchmark_sections import BenchmarkServer
+from stages.params.engines import locate_program
 from stages.prompts import workload_prompts
-from stages.target import manifest, vision
+from stages.target import vision
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROMPT_COLUMNS = ("id", "prompt_ids", "length_share")  # of a cell's fingerprint
 
 
-def list_stage_gpus(params: schema.Params, config_names: list[str]) -> list[int]:
-    """Return the GPUs of servers of these configurations. External servers use no local GPU."""
-    settings = params.benchmark_served.server
+def list_stage_gpus(params: schema.Params, engine: str, config_names: list[str]) -> list[int]:
+    """Return the GPUs of an engine's servers of these configurations. External servers use no local GPU."""
+    settings = params.benchmark_served.get_server(engine)
     external = all(name in settings.base_urls for name in config_names)
     return [] if external or params.target.device == "cpu" else list(range(settings.tp))
 
@@ -40,162 +38,197 @@ def read_draft_config(params: schema.Params, checkpoint_name: str) -> dict[str, 
     return get_files(find_family(folder, maker)).read_config(folder, maker)
 
 
-def build_context(params: schema.Params, workload_name: str, draft_config: dict[str, Any]) -> ServedCellContext:
-    workload = get_named(params.benchmark.workloads, workload_name, "benchmark.workloads")
-    target = manifest.read_manifest()
-    folder = manifest.resolve_weights_folder(target).absolute()
-    prompts, warmup = workload_prompts.read_prompts(workload_name)
-    if workload.grade:
-        workload_prompts.check_references(workload_name, prompts)
-        grade.check_programs(prompts["reference"], workload_name, params.benchmark.run_generated_code)
-    has_images = (prompts["images"].list.len() > 0).any()
-    images = vision.CachedImageProcessor(folder, params.target.trust_remote_code) if has_images else None
-    setup = _build_setup(params, workload, target, folder, draft_config)
-    return ServedCellContext(params, workload_name, workload, prompts, warmup, target, folder, setup, images)
+@dataclass(frozen=True)
+class ServedWorkload:
+    """A workload on servers of one engine, with one draft and without."""
+
+    context: CellContext
+    draft_config: dict[str, Any]  # of config.json; {} without a draft
+    simulated_answers: Mapping[tuple[str, int], int] | None = None  # tokens by prompt and length: simulated_answers.py
+
+    @property
+    def params(self) -> schema.Params:
+        return self.context.params
+
+    @property
+    def section(self) -> str:
+        """Return the section of params.yaml, for messages."""
+        return f"benchmark_served.servers.{self.context.engine}"
+
+    @property
+    def settings(self) -> BenchmarkServer:
+        return self.params.benchmark_served.get_server(self.context.engine)
+
+    @property
+    def engine(self) -> ServingEngine:
+        return registry.get(self.context.engine)
+
+    @cached_property
+    def api_key(self) -> str | None:
+        return http_session.read_api_key(self.settings.api_key_env, self.section)
+
+    @cached_property
+    def image_processor(self) -> vision.CachedImageProcessor | None:
+        """Return the processor of the prompts' pictures; None where they have none."""
+        has_images = (self.context.prompts["images"].list.len() > 0).any()
+        trust = self.params.target.trust_remote_code
+        return vision.CachedImageProcessor(self.context.target_folder, trust) if has_images else None
+
+    @property
+    def served_model(self) -> str:
+        return self.settings.model or str(self.context.target_folder)
+
+    @cached_property
+    def setup(self) -> ServerSetup:
+        """Return the configuration of a server that loads the target's folder as it is."""
+        target, settings = self.params.target, self.settings
+        caps = [cap for _, cap in self.context.workload.list_loads() if cap is not None]
+        most = self.context.manifest.max_position_embeddings
+        positions = self.draft_config.get("max_position_embeddings", most)
+        return ServerSetup(
+            engine=self.context.engine,
+            folder=str(self.context.target_folder),
+            dtype=target.dtype,
+            device=target.device,
+            trust_remote_code=target.trust_remote_code,
+            tp=settings.tp,
+            mem_fraction=settings.mem_fraction,
+            max_total_tokens=settings.max_total_tokens,
+            max_batch=settings.max_batch or max(caps, default=None),
+            # Engines refuse a draft with fewer positions than the context length.
+            context_length=positions if positions < most else None,
+            torch_compile=settings.torch_compile,
+            more=tuple(settings.launch_args),
+            quantised=settings.quantised,
+        )
+
+    @property
+    def program_path(self) -> str:
+        """Return the program that starts a server."""
+        return self.settings.command[0] if self.settings.command else locate_program(self.context.engine)
+
+    def find_version(self) -> str | None:
+        """Return the version of the engine; None where it can't be told. Raises ValueError for one that is too old."""
+        return self.engine.find_version(self.program_path)
+
+    def convert_target(self) -> ServerSetup:
+        """Return the configuration with what the engine loads for the folder. Raises ValueError if it can't be made."""
+        return replace(self.setup, folder=self.engine.convert_folder(self.context.target_folder, self.setup))
+
+    # What servers hold
+
+    def count_servers_at_once(self) -> int:
+        """Return how many of these servers this machine holds at once; a running one (base_urls) takes nothing of it."""
+        if self.setup.device == "cpu" or self.settings.base_urls:
+            return 2
+        return self.setup.count_fitting()
+
+    def can_start_together(self) -> bool:
+        """Return whether servers may start at once: an engine sizes a cache of no given size by the memory that it finds free."""
+        return self.setup.device == "cpu" or self.setup.max_total_tokens is not None
+
+    def limit_reported_weights(self) -> float | None:
+        """Return the most GiB of weights that a server's report is right about; None without a limit.
+
+        SGLang reports the memory that became less while it read its weights, and so what a server that started meanwhile, of
+        this stage or of another, took. In float32 files of 16 bits take twice their size.
+        """
+        limited = self.can_start_together() and self.setup.device != "cpu" and self.setup.dtype != "float32"
+        return round(measure_weight_files_gib(self.setup.folder), 3) if limited else None
+
+    @property
+    def max_concurrency(self) -> int | None:
+        """Return the most requests at once, at most the number of prompts; None without a limit."""
+        caps = [cap for _, cap in self.context.workload.list_loads() if cap is not None]
+        return min(max(caps), len(self.context.prompts)) if caps else None
+
+    @property
+    def request_tokens(self) -> int:
+        """Return the tokens of the longest prompt and its answer."""
+        return self.context.longest_prompt + max(length for length, _ in self.context.workload.list_loads())
+
+    @property
+    def cache_tokens(self) -> int:
+        """Return the tokens of the largest load."""
+        loads, prompts = self.context.workload.list_loads(), len(self.context.prompts)
+        return max(min(cap or prompts, prompts) * (self.context.longest_prompt + length) for length, cap in loads)
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of keys and values of one token."""
+        target = self.context.manifest
+        values = 2 * target.num_layers * target.num_key_value_heads * target.head_dim
+        return values * DTYPE_BYTES[self.params.target.dtype]
+
+    def check_positions(self, num_draft_tokens: int) -> None:
+        """Raises ValueError if the target or the draft has fewer positions than the longest request needs."""
+        required, target = self.request_tokens + num_draft_tokens, self.context.manifest.max_position_embeddings
+        draft = self.draft_config.get("max_position_embeddings", target)
+        for name, positions in (("the target", target), ("the draft", draft)):
+            if positions < required:
+                raise ValueError(
+                    f"{name} holds {positions} positions (max_position_embeddings), expected at least {required} for the longest "
+                    f"prompt of {self.context.workload_name}, its answer and a tree; lower max_new_tokens, choose shorter "
+                    "prompts, or raise init_draft.max_position_embeddings, which needs no training again"
+                )
+
+    # What a cell records
+
+    def describe_hardware(self, config_name: str, gpus: list[gpu_memory.GpuMemory]) -> Hardware:
+        if config_name in self.settings.base_urls:
+            return {"server": "one that was running; what it runs on isn't known"}
+        hardware = cell.describe_hardware("cpu", self.params.target.num_threads)
+        if gpus and self.params.target.device != "cpu":
+            hardware["gpu"] = ", ".join(gpu.name for gpu in gpus[: self.settings.tp])
+        return hardware
+
+    def build_fingerprint(self, version: str | None, hardware: Hardware) -> dict[str, Any]:
+        """Return what a cell and its baseline must share for a speedup. The context length is left out: it changes no time."""
+        target = self.context.manifest
+        named = [target.model, target.revision, target.config_digest]
+        prompts, workload = self.context.prompts, self.context.workload
+        requests = [prompts.select(*PROMPT_COLUMNS).to_dicts(), workload.model_dump(exclude={"until"})]
+        return {
+            "target": named,
+            "setup": asdict(self.setup) | {"folder": named[0], "context_length": None},
+            "engine_version": version,
+            "workload": hashlib.sha256(json.dumps(requests, sort_keys=True).encode()).hexdigest()[:16],
+            "hardware": {key: hardware[key] for key in sorted(hardware) if key != "python"},
+        }
+
+    # Requests
+
+    def make_request(self, turn: QuestionTurn, length: int) -> LoadRequest:
+        """Return the request of a turn under a limit of `length` tokens, as engines take it."""
+        workload, row, simulated = self.context.workload, turn.question, self.simulated_answers
+        limit = workload_prompts.compute_max_new_tokens(row.length_share, length)
+        return LoadRequest(
+            id=turn.id,
+            prompt=turn.ids,
+            max_tokens=limit if simulated is None else simulated.get((row.id, length), limit),
+            temperature=workload.temperature,
+            top_p=workload.top_p,
+            top_k=workload.top_k,
+            ignore_eos=workload.ignore_eos or simulated is not None,
+            engine_fields=self._build_image_fields(row.images, turn.ids) if row.images else {},
+        )
+
+    def _build_image_fields(self, images: list[str], ids: list[int]) -> dict[str, Any]:
+        """Return the images as SGLang takes them with token ids.
+
+        SGLang repeats each image's token itself; a prompt in which it is already repeated is never answered (0.5.17).
+        """
+        processor = self.image_processor
+        assert processor, "a prompt with pictures has a processor"
+        counts = processor.count_image_tokens(images)
+        return {
+            "input_ids": vision.collapse_image_tokens(ids, processor.image_token_id, counts),
+            "image_data": [processor.build_data_url(path) for path in images],
+        }
 
 
-def _build_setup(
-    params: schema.Params,
-    workload: Workload,
-    target: manifest.TargetManifest,
-    folder: Path,
-    draft_config: dict[str, Any],
-) -> ServerSetup:
-    settings = params.benchmark_served.server
-    caps = [cap for _, cap in workload.list_loads() if cap is not None]
-    positions = draft_config.get("max_position_embeddings", target.max_position_embeddings)
-    return ServerSetup(
-        engine=params.benchmark_served.engine,
-        folder=str(folder),
-        dtype=params.target.dtype,
-        device=params.target.device,
-        trust_remote_code=params.target.trust_remote_code,
-        tp=settings.tp,
-        mem_fraction=settings.mem_fraction,
-        max_total_tokens=settings.max_total_tokens,
-        max_batch=settings.max_batch or max(caps, default=None),
-        # Engines refuse a draft with fewer positions than the context length.
-        context_length=positions if positions < target.max_position_embeddings else None,
-        torch_compile=settings.torch_compile,
-        more=tuple(settings.launch_args),
-        quantised=settings.quantised,
-    )
-
-
-def configure_server(
-    work: ServedCellContext, checkpoint_name: str, tree: TreeShape | None, draft_config: dict[str, Any]
-) -> MeasuredServer:
-    if tree is None:
-        return MeasuredServer(cell.name_configuration(None, None))
-    settings = work.params.benchmark_served
-    folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
-    draft = describe_draft(folder, draft_config, tree, settings.server.algorithm)
-    flags = work.engine.build_speculation_flags(draft, draft_config)
-    name = cell.name_configuration(checkpoint_name, tree.name)
-    return MeasuredServer(name, checkpoint_name, tree.name, draft, flags)
-
-
-def samples_drafts(work: ServedCellContext, measured: MeasuredServer) -> bool:
-    """Return whether the server samples the workload's drafts; False without a draft, at temperature 0, and at top_k 1."""
-    if measured.draft is None or not work.workload.temperature or work.workload.top_k == 1:
-        return False
-    flags = [*measured.speculation_flags, *work.setup.more]
-    environment = measured.info.get("environment", {})
-    return work.engine.samples_drafts(measured.draft, flags, environment)
-
-
-def explain_unsupported(work: ServedCellContext, measured: MeasuredServer, draft_config: dict[str, Any]) -> str | None:
-    """Return why the engine can't run this cell; None if it can."""
-    engine, reason = work.engine, None
-    if measured.draft:
-        reason = engine.explain_unsupported(parse_shape(measured.tree_name or ""), draft_config)
-        if not reason and engine.find_change(draft_config):
-            reason = engine.explain_old_version(build_server_plan(work).find_version(), draft_config)
-    if not reason and work.image_processor and not engine.takes_images:
-        reason = f"{engine.name} takes no pictures with token ids"
-    return reason
-
-
-def _count_request_tokens(work: ServedCellContext) -> int:
-    """Return the tokens of the longest prompt and its answer."""
-    longest = max(work.longest_prompt, work.warmup_prompts["prompt_ids"].list.len().max() or 0)
-    return longest + max(length for length, _ in work.workload.list_loads())
-
-
-def check_positions(work: ServedCellContext, measured: MeasuredServer, draft_config: dict[str, Any]) -> None:
-    """Raises ValueError if the target or the draft has fewer positions than the longest request needs."""
-    required = _count_request_tokens(work) + measured.num_draft_tokens
-    target = work.manifest.max_position_embeddings
-    for name, positions in (("the target", target), ("the draft", draft_config.get("max_position_embeddings", target))):
-        if positions < required:
-            raise ValueError(
-                f"{name} holds {positions} positions (max_position_embeddings), expected at least {required} for the longest "
-                f"prompt of {work.workload_name}, its answer and a tree; lower max_new_tokens, choose shorter prompts, or raise "
-                "init_draft.max_position_embeddings, which needs no training again"
-            )
-
-
-def build_server_plan(work: ServedCellContext) -> ServerPlan:
-    settings, target, prompts = work.params.benchmark_served.server, work.manifest, len(work.prompts)
-    loads = work.workload.list_loads()
-    caps = [cap for _, cap in loads if cap is not None]
-    dtype_bytes = DTYPE_BYTES[work.params.target.dtype]
-    return ServerPlan(
-        setup=work.setup,
-        program=settings.command,
-        base_urls=settings.base_urls,
-        served_model=work.served_model,
-        api_key=work.api_key,
-        request_timeout_s=work.workload.deadline_s,
-        start_timeout_s=settings.start_timeout_s,
-        num_threads=work.params.target.num_threads,
-        vision_patch=settings.vision_patch and target.modality == "image",
-        section=SECTION,
-        max_concurrency=min(max(caps), prompts) if caps else None,
-        request_tokens=_count_request_tokens(work),
-        cache_tokens=max(min(cap or prompts, prompts) * (work.longest_prompt + length) for length, cap in loads),
-        token_bytes=2 * target.num_layers * target.num_key_value_heads * target.head_dim * dtype_bytes,
-    )
-
-
-def convert_folders(plan: ServerPlan, servers: Iterable[MeasuredServer]) -> ServerPlan:
-    """Return the plan with what the engine loads in the place of folders; the servers' flags are changed too.
-
-    Raises:
-        ValueError: where a program is too old for a draft, or a file can't be made.
-    """
-    setup, folder = plan.setup, Path(plan.setup.folder)
-    if plan.base_urls:
-        return plan
-    for server in servers:
-        if server.draft:
-            plan.engine.check_program(plan.program_path, server.speculation_flags)
-        if server.draft and server.draft.family.segment:
-            found = plan.engine.convert_folder(Path(server.draft.folder), setup, folder)
-            server.speculation_flags = [
-                found if word == server.draft.folder else word for word in server.speculation_flags
-            ]
-    return replace(plan, setup=replace(setup, folder=plan.engine.convert_folder(folder, setup)))
-
-
-def describe_hardware(work: ServedCellContext, measured: MeasuredServer, gpus: list[gpu_memory.GpuMemory]) -> Hardware:
-    settings = work.params.benchmark_served.server
-    if measured.config_name in settings.base_urls:
-        return {"server": "one that was running; what it runs on isn't known"}
-    hardware = cell.describe_hardware("cpu", work.params.target.num_threads)
-    if gpus and work.params.target.device != "cpu":
-        hardware["gpu"] = ", ".join(gpu.name for gpu in gpus[: settings.tp])
-    return hardware
-
-
-def build_fingerprint(work: ServedCellContext, version: str | None, hardware: Hardware) -> dict[str, Any]:
-    """Return what a cell and its baseline must share for a speedup. The context length is left out: it changes no time."""
-    target = [work.manifest.model, work.manifest.revision, work.manifest.config_digest]
-    requests = [work.prompts.select(*PROMPT_COLUMNS).to_dicts(), work.workload.model_dump(exclude={"until"})]
-    return {
-        "target": target,
-        "setup": asdict(work.setup) | {"folder": target[0], "context_length": None},
-        "engine_version": version,
-        "workload": hashlib.sha256(json.dumps(requests, sort_keys=True).encode()).hexdigest()[:16],
-        "hardware": {key: hardware[key] for key in sorted(hardware) if key != "python"},
-    }
+def measure_weight_files_gib(loaded: str) -> float:
+    """Return the size of what an engine loads, a folder or a file."""
+    path = Path(loaded)
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files) / 2**30

@@ -14,7 +14,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
-from stages.measuring.requests import ServedCellContext
+from stages.measuring.server_setup import ServedWorkload
+from stages.params.benchmark_sections import Workload
 from stages.prompts import workload_prompts
 from stages.prompts.workload_prompts import WorkloadPrompt
 
@@ -22,18 +23,19 @@ SHORT_SHARE, SHORTEST_TOKENS = 0.25, 4
 SHORTEST_DRAWN_SHARE = 0.5
 
 
-def simulate_answers(work: ServedCellContext) -> ServedCellContext:
-    """Return the context for servers that simulate acceptance: their loads, and the tokens of each answer."""
-    workload, lengths = work.workload, list(dict.fromkeys(length for length, _ in work.workload.list_loads()))
-    rows = workload_prompts.list_rows(work.prompts)
+def simulate_answers(work: ServedWorkload) -> ServedWorkload:
+    """Return the workload for servers that simulate acceptance: their loads, and the tokens of each answer."""
+    workload, rows = work.context.workload, workload_prompts.list_rows(work.context.prompts)
+    lengths = list(dict.fromkeys(length for length, _ in workload.list_loads()))
     tokens_by_length = {length: _choose_tokens(rows, length, workload.ignore_eos, workload.seed) for length in lengths}
-    if short := _find_short_length(work, lengths):
+    if short := _find_short_length(workload, lengths):
         tokens_by_length[short] = [
             max(1, round(num_tokens * short / lengths[0])) for num_tokens in tokens_by_length[lengths[0]]
         ]
+    simulated = workload.model_copy(update={"max_new_tokens": list(tokens_by_length)})
     return replace(
         work,
-        workload=workload.model_copy(update={"max_new_tokens": list(tokens_by_length)}),
+        context=replace(work.context, workload=simulated),
         simulated_answers={
             (row.id, length): num_tokens
             for length, row_tokens in tokens_by_length.items()
@@ -42,10 +44,10 @@ def simulate_answers(work: ServedCellContext) -> ServedCellContext:
     )
 
 
-def _find_short_length(work: ServedCellContext, lengths: list[int]) -> int | None:
+def _find_short_length(workload: Workload, lengths: list[int]) -> int | None:
     """Return the length that is measured beside the workload's only one; None without need."""
     short = max(SHORTEST_TOKENS, round(SHORT_SHARE * lengths[0]))
-    interrupted = any((cap or 1) > 1 for _, cap in work.workload.list_loads())
+    interrupted = any((cap or 1) > 1 for _, cap in workload.list_loads())
     return short if len(lengths) == 1 and interrupted and short < lengths[0] else None
 
 

@@ -1,9 +1,9 @@
 """The sections of benchmark cells: workloads, and the engines that run them (benchmark, benchmark_served)."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
 
 from stages.params.engines import DEFAULT_SERVED, SERVED, ServedEngine
 from stages.params.section import (
@@ -19,6 +19,7 @@ from stages.params.section import (
     Share,
     SomeNames,
     Text,
+    _check_unique,
     get_named,
 )
 from stages.params.server_urls import ConfigurationUrls
@@ -44,7 +45,7 @@ class Workload(Section):
     # eval: the eval split; written: questions that the target writes; random: the eval split's tokens at given lengths; or a name
     # of prepare_prompts.sets
     prompts: Name
-    num_prompts: CountOrGrid | None = 80  # null: all. On a server also a list, a number for each concurrency
+    num_prompts: CountOrGrid | None = 80  # null: all; a list: a number for each concurrency
     start: Annotated[int, Field(ge=0)] = 0  # index of the first prompt of the set
     stop: Count | None = None  # index after the last; null: the set's end
     # of conversations: first turn only; or all, each after the engine's own earlier answers
@@ -173,10 +174,6 @@ class Benchmark(Section):
                     f"torch_workloads: workload {name} has request_rate {rate}, expected inf: the torch engine has no arrival "
                     "times; serve it (benchmark_served)"
                 )
-            if isinstance(self.workloads[name].num_prompts, list):
-                raise ValueError(
-                    f"torch_workloads: workload {name} has a list of num_prompts, expected one number; write it"
-                )
             if self.mode != "both" and self.workloads[name].until:
                 raise ValueError(
                     f"mode is {self.mode}, expected both while workload {name} has `until`; set it to null"
@@ -211,7 +208,7 @@ class Benchmark(Section):
 
 
 class BenchmarkServer(Section):
-    """The engine's server: started for each cell, or already running."""
+    """The servers of an engine: started for each cell, or already running."""
 
     # {baseline: "http://127.0.0.1:30000", e009-t8_2_16: ...}: running servers; others are started
     base_urls: ConfigurationUrls = Field(default_factory=dict)
@@ -235,27 +232,53 @@ class BenchmarkServer(Section):
 
 
 class ServingCosts(Section):
-    """Cycles of benchmark_served's engine, timed with simulated acceptance."""
+    """Cycles of benchmark_served's engines, timed with simulated acceptance."""
 
     # of benchmark.workloads, with ignore_eos or prompts: eval, and several of concurrency; []: not measured
     workloads: Names
     checkpoint: Name  # its shapes count, not its weights
     # the extremes of what you would launch, and trees between them
     trees: TreeNames = Field(default_factory=lambda: ["t3_1_4", "t8_1_9", "t3_4_8", "t5_4_16", "t8_3_32"])
-    # tokens that the engine is told to accept in each cycle, the bonus token among them
+    # tokens that an engine is told to accept in each cycle, the bonus token among them
     accept_length: Annotated[float, Field(gt=1)] = 3.0
 
 
+def _add_other_engines(servers: Any) -> Any:
+    return {engine: {} for engine in SERVED} | servers if isinstance(servers, dict) else servers
+
+
 class BenchmarkServed(Section):
-    engine: ServedEngine = DEFAULT_SERVED  # in its own environment: make serving-env
+    # of sglang, vllm, llama.cpp, each in its own environment (make serving-env); each measures all of these cells
+    engines: Annotated[list[ServedEngine], Field(min_length=1), AfterValidator(_check_unique)]
     workloads: Names  # names of benchmark.workloads; []: no served cells
     checkpoints: Names
     trees: ShapeNames
     interleave: bool = False  # true: each repeat alternates with one on a second server without the draft
-    server: BenchmarkServer = Field(default_factory=lambda: BenchmarkServer())
+    # by engine, as {vllm: {tp: 2}}; its other keys, and other engines, as by default
+    servers: Annotated[dict[ServedEngine, BenchmarkServer], BeforeValidator(_add_other_engines)] = Field(
+        default_factory=lambda: {engine: BenchmarkServer() for engine in get_args(ServedEngine)}
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_one_engine(cls, found: Any) -> Any:
+        """Refuse the keys of earlier versions, which had one engine."""
+        if isinstance(found, dict) and (old := [key for key in ("engine", "server") if key in found]):
+            engine = found.get("engine", DEFAULT_SERVED)
+            raise ValueError(
+                f"{' and '.join(old)}: a run has several engines now; write engines: [{engine}], and the keys of `server` "
+                f"under servers: {{{engine}: ...}}"
+            )
+        return found
+
+    def get_server(self, engine: str) -> BenchmarkServer:
+        return next(server for name, server in self.servers.items() if name == engine)
 
     @model_validator(mode="after")
     def _check_quantised(self) -> "BenchmarkServed":
-        if self.server.quantised and not SERVED[self.engine].loads_quantised:
-            raise ValueError(f"server.quantised is {self.server.quantised}, expected null with engine {self.engine}")
+        for engine, server in self.servers.items():
+            if server.quantised and not SERVED[engine].loads_quantised:
+                raise ValueError(
+                    f"servers.{engine}.quantised is {server.quantised}, expected null: it loads no such file"
+                )
         return self

@@ -5,11 +5,13 @@
 tree without any checkpoint. The sizes of imported drafts are not known here; their cells say it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
-from stages.params.engines import SERVED
+from stages.params.engines import SERVED, TORCH, is_in_process
 from stages.params.families import SHAPES, DraftKind
 from stages.params.tree_shape import parse_shape
 
@@ -19,6 +21,7 @@ class LeftOutTree:
     """A tree that is not measured with a checkpoint."""
 
     section: str  # benchmark or benchmark_served
+    engine: str
     checkpoint: str
     tree: str
     reason: str
@@ -31,11 +34,11 @@ def list_left_out_trees(
     for name in torch.checkpoints if torch.torch_workloads else []:
         for tree in map(parse_shape, torch.trees):
             if name in drafts and (reason := drafts[name].explain_ungrown(tree)):
-                yield LeftOutTree("benchmark", name, tree.name, reason)
-    for name in served.checkpoints if served.workloads else []:
+                yield LeftOutTree("benchmark", TORCH.name, name, tree.name, reason)
+    for engine, name in product(served.engines, served.checkpoints if served.workloads else []):
         for tree in map(parse_shape, served.trees):
-            if name in drafts and (reason := drafts[name].explain_unserved(served.engine, tree)):
-                yield LeftOutTree("benchmark_served", name, tree.name, reason)
+            if name in drafts and (reason := drafts[name].explain_unserved(engine, tree)):
+                yield LeftOutTree("benchmark_served", engine, name, tree.name, reason)
 
 
 def check_cell_trees(torch: Benchmark, served: BenchmarkServed, drafts: Mapping[str, DraftKind]) -> None:
@@ -44,11 +47,12 @@ def check_cell_trees(torch: Benchmark, served: BenchmarkServed, drafts: Mapping[
     A tree of EAGLE-3 that an engine lacks may be listed: published tables have such cells.
     """
     left_out = list(list_left_out_trees(torch, served, drafts))
-    for section, names, trees in (
-        ("benchmark", torch.checkpoints, torch.trees),
-        ("benchmark_served", served.checkpoints, served.trees),
+    for section, num_engines, names, trees in (
+        ("benchmark", 1, torch.checkpoints, torch.trees),
+        ("benchmark_served", len(served.engines), served.checkpoints, served.trees),
     ):
-        pairs = {(left.checkpoint, left.tree) for left in left_out if left.section == section}
+        lacking = Counter((left.checkpoint, left.tree) for left in left_out if left.section == section)
+        pairs = {pair for pair, count in lacking.items() if count == num_engines}
         idle = [name for name in names if trees and all((name, tree) in pairs for tree in trees)]
         if idle:
             raise ValueError(
@@ -70,10 +74,11 @@ def describe_left_out(trees: Iterable[LeftOutTree]) -> list[str]:
     """Return a line for each tree and reason, with all checkpoints that it is left out for."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for left_out in trees:
-        groups.setdefault((left_out.section, left_out.tree, left_out.reason), []).append(left_out.checkpoint)
+        where = left_out.section if is_in_process(left_out.engine) else f"{left_out.section}, {left_out.engine}"
+        groups.setdefault((where, left_out.tree, left_out.reason), []).append(left_out.checkpoint)
     return [
-        f"left out of {section}: {tree} with {', '.join(names)}: {reason}"
-        for (section, tree, reason), names in groups.items()
+        f"left out of {where}: {tree} with {', '.join(names)}: {reason}"
+        for (where, tree, reason), names in groups.items()
     ]
 
 
@@ -87,7 +92,7 @@ def _describe_drafts(
         if section == "benchmark_served" and (whole := draft.whole_block):
             takes = f"{whole.name} alone"
         elif section == "benchmark_served":
-            takes = SERVED[served.engine].runs
+            takes = " or ".join(dict.fromkeys(SERVED[engine].runs for engine in served.engines))
         else:
             limits = [
                 f"{key} of at most {most}"

@@ -324,7 +324,7 @@ def main() -> None:
     check_params(params)
     b, served = params.benchmark, params.benchmark_served
     cells = len(b.torch_workloads) * len(b.checkpoints) * len(b.trees)
-    cells += len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))
+    cells += len(served.engines) * len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))
     for line in describe_left_out(params.list_left_out_trees()):
         print(line)
     print(

@@ -13,7 +13,7 @@ from typing import Literal
 
 from stages.params.tree_shape import NamedShape, TreeShape
 
-ServedEngine = Literal["sglang", "vllm", "llama.cpp"]  # benchmark_served.engine
+ServedEngine = Literal["sglang", "vllm", "llama.cpp"]  # benchmark_served.engines
 LaunchedEngine = Literal["transformers", "sglang", "vllm", "llama.cpp"]  # sample_target.server.launch
 CellEngine = Literal["torch", "sglang", "vllm", "llama.cpp"]  # `engine` of a cell, and of a recipe's cells
 EngineKind = Literal["torch", "served"]  # of the cells that a form of `aerie serve` names
@@ -49,11 +49,11 @@ class EngineFacts:
     name: str  # as params.yaml and cells have it
     title: str  # as its authors write it
     program: str = ""  # that starts its server; "": this Python, with its package
-    modules: tuple[str, ...] = ()  # that cells of other engines import and never run
-    serves_drafts: bool = True  # as benchmark_served.engine
+    modules: tuple[str, ...] = ()  # that cells of engines without them import and never run
+    serves_drafts: bool = True  # as benchmark_served.engines
     is_in_process: bool = False
     tells_version: bool = False  # whether its program tells it, where no environment does
-    loads_quantised: bool = False  # files of benchmark_served.server.quantised
+    loads_quantised: bool = False  # files of the type `quantised` of its servers
     runs: str = "chains"  # in words
     explain_tree: ExplainShape | None = None  # of EAGLE-3's; None: it runs chains alone
     # Families of drafts without weights that it has itself, by name; None: one that aerie does not start.
@@ -66,22 +66,26 @@ class EngineFacts:
         return f"{self.title} drafts chains only, this tree has topk {shape.topk}" if shape.topk > 1 else None
 
 
-TORCH = EngineFacts("torch", "the torch engine", serves_drafts=False, is_in_process=True)
+SERVED_CELLS = "stages/measuring/served_cell.py"  # by which cells of all engines that serve are measured
+TORCH = EngineFacts(
+    "torch", "the torch engine", modules=("stages/engines/torch_engine.py",), serves_drafts=False, is_in_process=True
+)
 ENGINES = {
     engine.name: engine
     for engine in (
         TORCH,
         EngineFacts(
             "sglang", "SGLang", "sglang",
-            modules=("stages/engines/sglang.py", "stages/engines/server_startup/sglang_vision_patch.py"),
+            modules=(SERVED_CELLS, "stages/engines/sglang.py", "stages/engines/server_startup/sglang_vision_patch.py"),
             runs="trees of at least num_steps + 1 draft tokens", explain_tree=_explain_tree, own_families={"ngram": None},
         ),
         EngineFacts(
-            "vllm", "vLLM", "vllm", modules=("stages/engines/vllm.py",), tells_version=True, own_families={"ngram": None}
+            "vllm", "vLLM", "vllm",
+            modules=(SERVED_CELLS, "stages/engines/vllm.py"), tells_version=True, own_families={"ngram": None},
         ),
         EngineFacts(
             "llama.cpp", "llama.cpp", "llama-server",
-            modules=("stages/engines/llama_cpp.py", "stages/engines/gguf_files.py"), loads_quantised=True,
+            modules=(SERVED_CELLS, "stages/engines/llama_cpp.py", "stages/engines/gguf_files.py"), loads_quantised=True,
             own_families={"ngram": _explain_ngram},
         ),
         EngineFacts(
@@ -89,6 +93,7 @@ ENGINES = {
         ),
     )
 }  # fmt: skip
+GGUF_ENGINE = "llama.cpp"  # which `aerie export` writes files for
 SERVED = {name: engine for name, engine in ENGINES.items() if engine.serves_drafts}
 
 

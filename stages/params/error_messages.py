@@ -92,15 +92,15 @@ def _explain_error(error: Any, root: type[Section], meant: Location | None) -> s
         found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
     if words := PATTERNS_IN_WORDS.get((error.get("ctx") or {}).get("pattern", "")):
         return f"{key}: expected {words}, {found}"
+    if kind == "literal_error":
+        found += suggest_name(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+        return f"{key}: expected {error['ctx']['expected']}, {found}"
     if kind == "invalid_key" or "[key]" in error["loc"] or key_path[-1] == "from":
         return f"{key}: expected a name (a letter, then letters, digits and _), {found}"
     if kind == "string_type":
         return f"{key}: expected text, {found}"
     if kind == "string_pattern_mismatch":
         return f"{key}: expected text matching {error['ctx']['pattern']}, {found}"
-    if kind == "literal_error":
-        found += suggest_name(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
-        return f"{key}: expected {error['ctx']['expected']}, {found}"
     # Pydantic's messages: "Input should be greater than 0", "List should have at least 1 item after validation, not 0".
     expected = re.sub(r"^\w+ should (be|have) ", "expected ", message)
     return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r:.200}"

@@ -121,7 +121,7 @@ class DraftFamily:
     shapes: str = "t"  # first letters of the shapes that it drafts
     depth_of: str = "its guesses"  # what bounds the depth of a shape, in words
     architecture: str | None = None  # in config.json, by which SGLang and vLLM load the draft
-    # SGLang's --speculative-algorithm; in lower case vLLM's; None: benchmark_served.server's
+    # SGLang's --speculative-algorithm; in lower case vLLM's; None: that of benchmark_served.servers
     algorithm: str | None = None
     # of a block: the slot that predicts the first draft, 1 where slots predict themselves
     first_slot: int | None = None

@@ -47,7 +47,7 @@ class Schedule(Section):
     # others run here; train_draft may be added: its hidden states are then sent too
     remote_stages: list[Name] = Field(default_factory=lambda: list(MEASURING))
     # keys that run commands or leave the project, but that the web forms may set, as
-    # [benchmark_served.server.launch_args]: by all who have the password; docs/security.md
+    # [benchmark_served.servers.*.launch_args]: by all who have the password; docs/security.md
     form_may_set: list[Annotated[str, Field(pattern=r"^[a-z_]+(\.([A-Za-z0-9_]+|\*))+$")]] = Field(default_factory=list)
     # gpus: number of visible GPUs, or all; without any GPU such stages run one at a time. exclusive: no other stage runs on
     # this machine, since it would change what is timed. Stages that are not named need what they need by default

@@ -103,9 +103,9 @@ class Params(Section):
         for key, names in self._list_named_checkpoints().items():
             for name in names if key != "benchmark.checkpoints" else []:
                 family = self.drafts.get(name, DraftKind()).family
-                is_served = (key, self.benchmark_served.engine) == ("benchmark_served.checkpoints", family.served_by)
+                is_served = key == "benchmark_served.checkpoints" and family.served_by in self.benchmark_served.engines
                 if not family.is_replayed and not is_served:
-                    served = f", or in benchmark_served's with engine {family.served_by}" if family.served_by else ""
+                    served = f", or in benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
                     raise ValueError(
                         f"{key}: {name!r} is of {family.name}, expected checkpoints of EAGLE-3 or block drafts; name it in "
                         f"benchmark.checkpoints{served}"

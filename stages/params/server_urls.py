@@ -1,4 +1,4 @@
-"""URLs of running servers: `base_urls` of sample_target.server and of benchmark_served.server."""
+"""URLs of running servers: `base_urls` of sample_target.server and of benchmark_served.servers."""
 
 import re
 from typing import Annotated

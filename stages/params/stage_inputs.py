@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from stages.params.benchmark_sections import BenchmarkServer
 from stages.params.checks import TEMPLATES_FOLDER
-from stages.params.engines import ENGINES
+from stages.params.engines import ENGINES, TORCH
 from stages.params.families import FAMILIES, DraftFamily
 from stages.params.schema import Params, check_initial, load_params
 from stages.params.section import PARAMS_FILE, RUN_PARAMS, get_named
@@ -47,7 +47,7 @@ class Declared:
     items: tuple[str, ...] = ()  # what an instance is of, as in its name after the @
 
 
-SERVER = "benchmark_served.server"
+SERVER = "benchmark_served.servers.{engine}"
 MAKERS = "import_draft.checkpoints"  # which stage makes a draft, for messages
 SERVER_CONNECTION = (MAKERS, f"{SERVER}.api_key_env", f"{SERVER}.start_timeout_s")
 # Keys of a server's connection and of its draft.
@@ -143,24 +143,23 @@ DECLARED = {
     ),
     "benchmark_served": Declared(
         (
-            "target", *CELL_WORKLOAD, "benchmark.run_generated_code", "benchmark_served.engine",
-            "benchmark_served.interleave", SERVER,
+            "target", *CELL_WORKLOAD, "benchmark.run_generated_code", "benchmark_served.interleave", SERVER,
         ),
         free=SERVER_CONNECTION,
-        items=("workload", "checkpoint", "tree"),
+        items=("engine", "workload", "checkpoint", "tree"),
     ),
     "benchmark_served_baseline": Declared(
         (
-            "target", *CELL_WORKLOAD, "benchmark.run_generated_code", "benchmark_served.engine",
+            "target", *CELL_WORKLOAD, "benchmark.run_generated_code",
             *(f"{SERVER}.{key}" for key in BenchmarkServer.model_fields if key not in NOT_OF_BASELINES),
         ),
         free=("benchmark_served.interleave", SERVER),
-        items=("workload",),
+        items=("engine", "workload"),
     ),
     "serving_costs": Declared(
-        ("target", *CELL_WORKLOAD, "serving_costs", "benchmark_served.engine", SERVER),
+        ("target", *CELL_WORKLOAD, "serving_costs", SERVER),
         free=SERVER_CONNECTION,
-        items=("workload",),
+        items=("engine", "workload"),
     ),
     "report": Declared(
         (
@@ -211,7 +210,7 @@ class Instance:
 
 def list_instances(params: Params) -> list[Instance]:
     """Return every stage that dvc.yaml makes of these parameters, but `inputs`."""
-    served = params.benchmark_served
+    served, engines = params.benchmark_served, list[str](params.benchmark_served.engines)
     lists: dict[str, list[list[str]]] = {
         "init_draft": [list(params.init_draft.checkpoints)],
         "check_overfit": [list(params.init_draft.checkpoints)],
@@ -221,9 +220,9 @@ def list_instances(params: Params) -> list[Instance]:
         "time_trees": [params.time_trees.checkpoints],
         "prepare_prompts": [list(params.benchmark.workloads)],
         "benchmark": [params.benchmark.torch_workloads, params.benchmark.checkpoints, params.benchmark.trees],
-        "benchmark_served": [served.workloads, served.checkpoints, served.trees],
-        "benchmark_served_baseline": [served.workloads],
-        "serving_costs": [params.serving_costs.workloads],
+        "benchmark_served": [engines, served.workloads, served.checkpoints, served.trees],
+        "benchmark_served_baseline": [engines, served.workloads],
+        "serving_costs": [engines, params.serving_costs.workloads],
     }
     return [
         Instance(stage, dict(zip(declared.items, values, strict=True)))
@@ -252,7 +251,7 @@ def read_params(stage: str, *values: str) -> Params:
 
 def restrict_params(params: Params, instance: Instance) -> Params:
     declared = DECLARED[instance.stage]
-    keys = [key.split(".") for key in _fill_keys(params, instance, (*declared.keys, *declared.free))]
+    keys = _fill_keys(params, instance, (*declared.keys, *declared.free))
     found: Params = _restrict(params, keys)
     return found
 
@@ -273,12 +272,12 @@ def _restrict(value: Any, keys: list[list[str]]) -> Any:
     return kept
 
 
-def _fill_keys(params: Params, instance: Instance, keys: tuple[str, ...]) -> list[str]:
-    """Return the keys with the instance's names in their places."""
+def _fill_keys(params: Params, instance: Instance, keys: tuple[str, ...]) -> list[list[str]]:
+    """Return the parts of the keys with the instance's names in their places; an engine's name may have a dot."""
     names = dict(instance.items)
     if instance.stage == "prepare_prompts":
         names["prompts"] = params.benchmark.workloads[names["workload"]].prompts
-    return [key.format(**names) for key in keys]
+    return [[part.format(**names) for part in key.split(".")] for key in keys]
 
 
 # What an instance depends on
@@ -297,19 +296,20 @@ def build_inputs(params: Params, instance: Instance, kept: KeptDigests, root: Pa
 def list_values(params: Params, instance: Instance) -> dict[str, Any]:
     """Return the values on which an instance depends by their keys: `train_draft.seed`."""
     declared, values = DECLARED[instance.stage], _dump(params)
-    free = _fill_keys(params, instance, declared.free)
+    free = list(map(".".join, _fill_keys(params, instance, declared.free)))
     found: dict[str, Any] = {}
-    for key in _fill_keys(params, instance, declared.keys):
-        if (value := _get_value(values, key)) is not ABSENT:
-            found |= dict(_list_leaves(key, value))
+    for parts in _fill_keys(params, instance, declared.keys):
+        if (value := _get_value(values, parts)) is not ABSENT:
+            found |= dict(_list_leaves(".".join(parts), value))
     return {key: found[key] for key in sorted(found) if not any(f"{key}.".startswith(f"{out}.") for out in free)}
 
 
 def _list_named(params: Params, instance: Instance) -> Iterator[tuple[str, Path]]:
     """Yield the keys of an instance that name files or folders, with these; of a list each under a number."""
     values = _dump(params)
-    for key in _fill_keys(params, instance, DECLARED[instance.stage].paths):
-        found = list(_list_paths(key, _get_value(values, key)))
+    for parts in _fill_keys(params, instance, DECLARED[instance.stage].paths):
+        key = ".".join(parts)
+        found = list(_list_paths(key, _get_value(values, parts)))
         yield from ((f"{key}.{number}" if len(found) > 1 else key, path) for number, path in enumerate(found))
 
 
@@ -323,9 +323,9 @@ def list_sources(params: Params) -> set[Path]:
     return {PARAMS_FILE, Path(CODE)} | named
 
 
-def _get_value(values: Any, key: str) -> Any:
+def _get_value(values: Any, parts: list[str]) -> Any:
     """Return the value at a key; ABSENT where there is none, as for prompts that are no set."""
-    for part in key.split("."):
+    for part in parts:
         values = values.get(part, ABSENT) if isinstance(values, dict) else ABSENT
     return values
 
@@ -356,17 +356,21 @@ def list_family_modules(stage: str, families: Collection[DraftFamily]) -> set[st
 
 def _list_left_out(params: Params, instance: Instance) -> set[str]:
     """Return the modules that the instance imports and that change nothing of what it makes."""
-    others = ENGINES.keys() - _list_engines(params, instance.stage)
+    engines = _list_engines(params, instance)
+    own, others = (
+        {file for name, engine in ENGINES.items() if (name in engines) == is_own for file in engine.modules}
+        for is_own in (True, False)
+    )
     watching = {WATCHING_CODE[instance.stage]} if instance.stage in WATCHING_CODE else set()
-    return watching | {file for name in others for file in ENGINES[name].modules}
+    return watching | others - own
 
 
-def _list_engines(params: Params, stage: str) -> Collection[str]:
-    """Return the engines whose modules a stage may run; all, where a running server says which it is."""
-    if stage.startswith(("benchmark_served", "serving_costs")):
-        return {params.benchmark_served.engine}
+def _list_engines(params: Params, instance: Instance) -> Collection[str]:
+    """Return the engines whose modules an instance may run; all, where a running server says which it is."""
+    if "tree" in instance.items or "engine" in instance.items:
+        return {instance.items.get("engine", TORCH.name)}
     sampling = params.sample_target
-    if stage == "sample_target" and (sampling.backend != "server" or sampling.server.launch):
+    if instance.stage == "sample_target" and (sampling.backend != "server" or sampling.server.launch):
         return {sampling.server.launch} if sampling.backend == "server" and sampling.server.launch else ()
     return ENGINES
 

@@ -56,7 +56,7 @@ def list_answer_sets(cells: Iterable[Cell]) -> Iterator[AnswerSet]:
         points, plain = ([], cell.points) if is_baseline else (cell.points, cell.baseline_points)
         for load in dict.fromkeys(point.load for point in [*points, *plain]):
             is_sweep = max(len(points), len(plain)) > 1
-            name = cell.name + (f"-{load.max_new_tokens}-at-{load.concurrency or 'all'}" if is_sweep else "")
+            name = cell.full_name + (f"-{load.max_new_tokens}-at-{load.concurrency or 'all'}" if is_sweep else "")
             eagle, baseline = (
                 [
                     row

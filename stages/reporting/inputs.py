@@ -121,7 +121,7 @@ def _advise_install(engine: str, version: str) -> str:
     if not (engines.ENVIRONMENTS_FOLDER / f"{name}.txt").exists():
         return f"to launch the first, get {engine} {version} or later"
     program = engines.ENVIRONMENTS_FOLDER / name / "bin" / engine
-    how = f"benchmark_served.server.command: [{program}, serve]"
+    how = f"benchmark_served.servers.{engine}.command: [{program}, serve]"
     if program.exists():
         return f"{engine} {version} is in {program.parent.parent}: {how}"
     return f"to get {engine} {version}: make serving-env ENGINE={name}, and {how}"

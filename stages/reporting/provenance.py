@@ -103,7 +103,7 @@ def summarise_stage_runs(stages: Mapping[str, StageRun | Cell], cells: Sequence[
     """Return sums of seconds, GPUs and joules of the last logged run of each stage, and of the cells."""
     groups: dict[str, list[StageRun | Cell]] = {name: [run] for name, run in stages.items()}
     for cell in cells:
-        stage = "benchmark_served" if cell.is_served else "benchmark"
+        stage = f"benchmark_served, {cell.engine}" if cell.is_served else "benchmark"
         groups.setdefault(f"{stage}, {cell.workload}", []).append(cell)
     all_runs = [*stages.values(), *cells]
     lines = [_sum_runs(name, records) for name, records in groups.items()]

@@ -39,7 +39,7 @@ def build_served_page(all_lines: list[TableLine]) -> ServedPage | None:
     memory: dict[str, list[Cell]] = {}
     for cell in cells:
         if any(cell.memory[k] is not None for k in ("weights", "draft", "kv_cache", "gpu_serving")):
-            memory.setdefault(cell.workload, []).append(cell)
+            memory.setdefault(f"{cell.workload}, {cell.engine}", []).append(cell)
     return ServedPage(
         groups=group_loads(rows),
         sweeps=[(sweep, sweep.draw()) for sweep in build_sweeps(rows)],
@@ -48,7 +48,7 @@ def build_served_page(all_lines: list[TableLine]) -> ServedPage | None:
         counted=[line for line in served if line.point and line.point.acceptance],
         warnings=_list_warnings(lines),
         servers=[
-            (cell.name, shlex.join(cell.server.command) or None)
+            (cell.full_name, shlex.join(cell.server.command) or None)
             for cell in cells
             if cell.status == RAN and cell.is_served
         ],

@@ -281,7 +281,7 @@ def summarise_loads(rows: list[ResultRow]) -> dict[str, Any]:
     measured = [row for row in loaded if not row.is_plain and row.is_measured]
     joined = [row for row in measured if row.speedup is not None]
     best = max((row for row in joined if row.is_faster), key=lambda row: row.speedup or 0.0, default=None)
-    load = ("workload", "checkpoint", "tree", "max_new_tokens", "concurrency")
+    load = ("engine", "workload", "checkpoint", "tree", "max_new_tokens", "concurrency")
     names = (*load, "tau", "speedup", "speedup_low", "speedup_high")
     return {
         "points": len(measured),

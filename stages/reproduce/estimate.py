@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -371,11 +372,11 @@ class _Hours:
         stages = [("benchmark_served", name, cells) for name in served.workloads]
         stages += [("benchmark_served_baseline", name, 1) for name in served.workloads]
         stages += [("serving_costs", name, 1 + len(timed.trees)) for name in timed.workloads]
-        for stage, name, servers in stages:
-            workload, tp = self.p.benchmark.workloads[name], served.server.tp
+        for engine, (stage, name, servers) in product(served.engines, stages):
+            workload, tp = self.p.benchmark.workloads[name], served.servers[engine].tp
             load = workload.most_repeats * sum(self._list_load_seconds(False, workload))
             derivation = f"{servers} servers * ({SERVER_START_S} s + {load:.0f} s of plain decoding)"
-            self.result.add_hours(f"{stage}, {name}", servers * (SERVER_START_S + load) * tp, derivation, tp)
+            self.result.add_hours(f"{stage}, {engine}, {name}", servers * (SERVER_START_S + load) * tp, derivation, tp)
 
     def _list_load_seconds(self, in_process: bool, workload: Workload) -> Iterator[float]:
         """Yield the seconds of each load of a workload: plain decoding, or the time its arrivals take."""

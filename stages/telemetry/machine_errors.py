@@ -59,7 +59,7 @@ LESS_MEMORY = {
     "replay_trees": "a smaller replay_trees.memory_gib",
     "time_trees": "a smaller time_trees.context or largest num_draft_tokens",
     "benchmark": "a smaller concurrency or max_new_tokens of the workload, or a larger benchmark.num_gpus_per_model",
-    "benchmark_served": "a smaller benchmark_served.server.mem_fraction or max_batch",
+    "benchmark_served": "a smaller benchmark_served.servers.*.mem_fraction or max_batch",
 }
 OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|not enough memory|can't allocate memory|Cannot allocate memory|std::bad_alloc"

@@ -9,6 +9,7 @@ import pytest
 
 from stages.cells import cell
 from stages.cells.cell import Cell
+from stages.params.engines import SERVED
 from stages.published.tables import METRICS
 from tests.served_cells import made_up, point
 from tests.torch_cells import timed_cell
@@ -23,13 +24,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cells_come_back_as_they_went() -> None:
+    """Bug: cells of all engines that serve had one name, so that another engine wrote over what one had measured."""
     made = timed_cell("t8_2_16", checkpoint="e003")
-    assert str(made.write()) == "results/cells/eval-e003-t8_2_16.json"  # dvc.yaml's outs name it so
+    assert str(made.write()) == "results/cells/torch/eval-e003-t8_2_16.json"  # dvc.yaml's outs name it so
     assert Cell.read("torch", *NAMES) == made
-    served = [Cell(**made_up("eval", points=[point(64, 4, 0.02)])), Cell(**made_up(*NAMES))]
-    assert [one.write().name for one in served] == ["served-eval-baseline.json", "served-eval-e003-t8_2_16.json"]
-    assert [Cell.read("sglang", "eval"), Cell.read("vllm", *NAMES)] == served
-    stages = ["benchmark@eval-e003-t8_2_16", "benchmark_served_baseline@eval", "benchmark_served@eval-e003-t8_2_16"]
+    served = [
+        Cell(**made_up("eval", points=[point(64, 4, 0.02)])),
+        *(Cell(**made_up(*NAMES, engine=e)) for e in SERVED),
+    ]
+    expected = ["sglang/eval-baseline", *(f"{engine}/eval-e003-t8_2_16" for engine in SERVED)]
+    assert [str(one.write()) for one in served] == [f"results/cells/{name}.json" for name in expected]
+    assert [Cell.read("sglang", "eval"), *(Cell.read(engine, *NAMES) for engine in SERVED)] == served
+    stages = ["benchmark@eval-e003-t8_2_16", "benchmark_served_baseline@sglang-eval"]
+    stages += [f"benchmark_served@{engine}-eval-e003-t8_2_16" for engine in SERVED]
     assert [one.stage for one in (made, *served)] == stages
 
 

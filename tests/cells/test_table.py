@@ -51,6 +51,18 @@ def test_speedup_is_output_throughput_over_the_baselines_repeat_by_repeat() -> N
     assert row["remark"] is None and (row["repeats"], row["requests"], row["completed"]) == (3, 24, 24)
 
 
+def test_engines_share_a_table_each_beside_its_own_baseline() -> None:
+    cells = []
+    for engine, tpot_s in (("sglang", 0.02), ("vllm", 0.04)):
+        named = {"engine": engine, "fingerprint": {"engine": engine}}
+        cells += [made_up("eval", points=[point(64, 4, tpot_s)], **named)]
+        cells += [make_speculative_cell(point(64, 4, 0.01, tau=2.9), **named)]
+    rows = [line.row for line in join(*cells[::2], *cells[1::2]) if not line.row.is_plain]
+    assert [(row.engine, row.speedup) for row in rows] == [
+        ("sglang", pytest.approx(2, rel=0.1)), ("vllm", pytest.approx(4, rel=0.1)),
+    ]  # fmt: skip
+
+
 def test_points_are_joined_by_answer_length_and_concurrency() -> None:
     baseline = made_up(
         "eval", points=[point(64, 1, 0.01), point(64, 4, 0.03), point(128, 4, 0.05), point(64, None, 0.09)]

@@ -38,7 +38,6 @@ if __name__ == "__main__":  # before the imports, which take half a second
 from aiohttp import web  # noqa: E402
 
 from stages.engines.server_startup import sglang_vision_patch  # noqa: E402
-from tests.built_engines import build_engine  # noqa: E402
 
 RECORDED = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())
 
@@ -83,29 +82,19 @@ def load_engine(flags: argparse.Namespace) -> Any:
     """Loaded when the first answer is asked for: a server that will be refused for its flags needs no torch."""
     import torch
 
-    from stages.draft import block_checkpoint, eagle3_checkpoint
-    from stages.draft.block_draft import BlockDraft
-    from stages.draft.eagle3 import Eagle3Draft
+    from stages.engine.decode import Engine
+    from stages.families import draft_decoding, family
     from stages.target import loading, manifest
 
     torch.set_num_threads(1)
-    target, draft = manifest.read_manifest(), None
-    layers = target.feature_layers
-    if is_block_algorithm(flags):
-        config, tensors = block_checkpoint.read_block_draft(
-            Path(flags.speculative_draft_model_path).parent, "its stage"
-        )
-        draft = BlockDraft(block_checkpoint.parse_block_config(config)).requires_grad_(False)
-        draft.load_state_dict(tensors)
-        layers = list(draft.config.feature_layers)
-    elif flags.speculative_draft_model_path:
-        config, tensors = eagle3_checkpoint.read_eagle3_draft(
-            Path(flags.speculative_draft_model_path).parent, "its stage"
-        )
-        draft = Eagle3Draft.from_checkpoint(config, tensors).requires_grad_(False)
-        layers = eagle3_checkpoint.read_feature_layers(config, target.num_layers)
+    target, drafter = manifest.read_manifest(), None
     model = loading.load_target(flags.model_path, "float32", "cpu", False)
-    return build_engine(model, target.eos_token_ids, layers, draft)
+    if flags.speculative_draft_model_path:
+        folder, head = Path(flags.speculative_draft_model_path).parent, model.get_output_embeddings().weight
+        files = family.get_files(family.find_family(folder, "its stage"))
+        draft = files.read(folder, "its stage", target, head).freeze(head.device, model.dtype)
+        drafter = draft_decoding.build_drafter(draft, model)
+    return Engine(model, target.eos_token_ids, drafter, target.logits_scale)
 
 
 class Double:

@@ -11,12 +11,12 @@ import pytest
 from stages.engines import registry, versions
 from stages.engines.protocol import ServedDraft, ServerSetup, describe_draft
 from stages.params.families import EAGLE3, FAMILIES
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import TreeShape, parse_shape
 
 SETUP = ServerSetup(
     "sglang", "/models/t", "bfloat16", "cuda", False, 2, 0.85, 65536, 64, 4096, True, ("--attention-backend", "triton")
 )
-DRAFT = ServedDraft("/drafts/e9/draft", "EAGLE3", 5, 8, 32, EAGLE3)
+DRAFT = ServedDraft("/drafts/e9/draft", "EAGLE3", TreeShape(5, 8, 32), EAGLE3)
 
 
 def flag(words: list[str], name: str) -> str:
@@ -42,7 +42,9 @@ def test_vllm_is_told_of_a_chain_in_json() -> None:
     line = registry.get(setup.engine).build_setup_command(setup, 8000, ["/env/bin/vllm", "serve"])
     assert line[:3] == ["/env/bin/vllm", "serve", "/models/t"] and "--no-enable-prefix-caching" in line
     assert flag(line, "--num-gpu-blocks-override") == "63"  # of 16 tokens each, rounded up
-    (_, flags) = registry.get("vllm").build_speculation_flags(ServedDraft("/d", "EAGLE3", 5, 1, 6, EAGLE3), {})
+    (_, flags) = registry.get("vllm").build_speculation_flags(
+        ServedDraft("/d", "EAGLE3", TreeShape(5, 1, 6), EAGLE3), {}
+    )
     assert json.loads(flags) == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 5}
 
 
@@ -50,14 +52,14 @@ def test_llama_cpp_is_told_of_a_chain_and_of_n_grams() -> None:
     setup = ServerSetup("llama.cpp", "t.gguf", "float32", "cpu", False, 1, 0.9, None, 8, None, False, ())
     line = registry.get(setup.engine).build_setup_command(setup, 8000, ["/env/bin/llama-server"])
     assert line[:3] == ["/env/bin/llama-server", "-m", "t.gguf"] and flag(line, "--port") == "8000"
-    draft = ServedDraft("d.gguf", "DSPARK", 5, 1, 6, FAMILIES["dspark"])
+    draft = ServedDraft("d.gguf", "DSPARK", TreeShape(5, 1, 6), FAMILIES["dspark"])
     flags = registry.get("llama.cpp").build_speculation_flags(draft, {})
     assert [flag(flags, f"--spec-{name}") for name in ("type", "draft-n-max", "draft-p-min")] == [
         "draft-dspark",
         "5",
         "0",
     ]
-    looked_up = ServedDraft("", "", 8, 1, 9, FAMILIES["ngram"], 3)
+    looked_up = ServedDraft("", "", parse_shape("n3_3_8"), FAMILIES["ngram"])
     flags = registry.get("llama.cpp").build_speculation_flags(looked_up, {})
     assert (flag(flags, "--spec-ngram-simple-size-n"), flag(flags, "--spec-ngram-simple-size-m")) == ("3", "8")
 
@@ -119,7 +121,7 @@ def test_dflash2_needs_engines_that_know_it() -> None:
 def test_whether_an_engine_samples_drafts(
     engine: str, algorithm: str, flags: list[str], environment: dict[str, str], samples: bool
 ) -> None:
-    draft = ServedDraft("draft", algorithm.removesuffix("2"), 7, 1, 8, FAMILIES[algorithm.lower()])
+    draft = ServedDraft("draft", algorithm.removesuffix("2"), TreeShape(7, 1, 8), FAMILIES[algorithm.lower()])
     assert registry.get(engine).samples_drafts(draft, flags, environment) == samples
 
 

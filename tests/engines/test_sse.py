@@ -8,11 +8,11 @@ import pytest
 from stages.cells import request_record
 from stages.cells.request_record import RequestRecord
 from stages.engines import http_session, registry
+from stages.engines.cell_engine import LoadResult
 from stages.engines.llama_cpp import read_completion
 from stages.engines.sglang import read_generate
 from stages.engines.sse import AnswerStream, read_openai
 from stages.measuring import load_checks
-from stages.measuring.load_generator import LoadResult
 
 LLAMA_CPP = registry.get("llama.cpp")
 READERS = {"/generate": read_generate, "/completion": read_completion}
@@ -168,5 +168,5 @@ def test_figures_of_tokens_need_counted_tokens(sends: str) -> None:
     assert known == ((None, None, False) if sends == "nothing" else (60, 29, True))
     assert (load.itl_s is not None) == (sends == "ids")
     assert load.ttft_s and load.chunk_gap_s and load.e2e_s
-    warnings = load_checks.list_warnings([LoadResult("openai", [record], 1, {}, [])], [5], None, 60, None, 0)
+    warnings = load_checks.list_warnings([LoadResult([record])], [5], None, 60, None, 0)
     assert any("neither usage nor token ids" in text for text in warnings) == (sends == "nothing")

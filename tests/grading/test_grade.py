@@ -5,8 +5,8 @@ from typing import Any
 import psutil
 import pytest
 
+from stages.cells.cell import GradeSummary
 from stages.grading import grade
-from stages.grading.grade import GradeSummary
 from tests.grading.programs import PROBLEMS, make_humaneval_reference, make_reference
 
 
@@ -88,8 +88,9 @@ def test_a_bare_completion_ends_where_its_body_does() -> None:
 
 
 def test_quality_is_counted_and_says_how() -> None:
-    found = grade.summarise_grades(make_reference("gsm8k", "1"), [True, False, True, True])
-    assert found == GradeSummary(4, 3, 0.75, "gsm8k: exact match of the last number")
+    found = GradeSummary.of_marks([True, False, True, True], grade.describe_grading(make_reference("gsm8k", "1")))
+    how = "gsm8k: exact match of the last number"
+    assert found == GradeSummary(graded=4, correct=3, accuracy=0.75, how=how)
 
 
 WAYS_OUT = {

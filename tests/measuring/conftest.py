@@ -65,7 +65,10 @@ def project(shared_project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "benchmark": {"workloads": {"eval": LOAD}, "checkpoints": ["e003"]},
             "benchmark_served": {
                 "workloads": ["eval"], "checkpoints": ["e003"], "trees": ["t5_1_6", "t8_2_16"],
-                "server": {"command": [*DOUBLE, "serve"], "start_timeout_s": 60.0},
+                "servers": {
+                    "sglang": {"command": [*DOUBLE, "serve"], "start_timeout_s": 60.0},
+                    "vllm": {"command": [*DOUBLE, "vllm", "serve"], "start_timeout_s": 60.0},
+                },
             },
         },
     )  # fmt: skip

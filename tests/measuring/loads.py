@@ -5,9 +5,10 @@ import math
 from typing import Any
 
 from stages.engines import registry
+from stages.engines.cell_engine import LoadResult
 from stages.engines.protocol import LoadRequest
 from stages.measuring import load_generator
-from stages.measuring.load_generator import Arrivals, LoadResult
+from stages.measuring.load_generator import Arrivals
 from tests.engines.misbehaving_server import Fake
 
 AT_ONCE = Arrivals(math.inf, None, 0)
@@ -20,7 +21,7 @@ def make_requests(count: int, prompt: Any = None, **changes: Any) -> list[LoadRe
 
 
 def run_load(url: str, requests: list[LoadRequest], arrivals: Arrivals = AT_ONCE, **overrides: Any) -> LoadResult:
-    settings = {"request_timeout_s": 60.0, "warmup": [], "section": "benchmark_served.server"} | overrides
+    settings = {"request_timeout_s": 60.0, "warmup": [], "section": "benchmark_served.servers.sglang"} | overrides
     settings["engine"] = registry.get(overrides.get("engine", "openai"))
     return asyncio.run(load_generator.run_load(url, "tiny", requests, arrivals, **settings))
 

@@ -13,10 +13,10 @@ DOUBLE = [sys.executable, "-m", "tests.engines.engine_double"]
 LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 40}
 
 
-def edit_server(project: Path, **changes: Any) -> None:
-    """Change keys of benchmark_served.server."""
-    read = YAML(typ="safe").load((project / "params.yaml").read_text())["benchmark_served"].get("server", {})
-    edit_params(project, {"benchmark_served": {"server": {**read, **changes}}})
+def edit_server(project: Path, engine: str = "sglang", **changes: Any) -> None:
+    """Change keys of benchmark_served.servers."""
+    read = YAML(typ="safe").load((project / "params.yaml").read_text())["benchmark_served"].get("servers", {})
+    edit_params(project, {"benchmark_served": {"servers": {**read, engine: {**read.get(engine, {}), **changes}}}})
 
 
 def read_replayed_tree(tree: str) -> dict[str, Any]:

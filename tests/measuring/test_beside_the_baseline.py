@@ -12,8 +12,9 @@ from stages import benchmark_served
 from stages.cells.cell import Cell
 from stages.engines import gpu_memory, server
 from stages.engines.protocol import ServerSetup
-from stages.measuring import measured_loads, measured_server, measurement_lock, server_setup
+from stages.measuring import measured_server, measurement_lock, repeats
 from stages.measuring.measured_server import MeasuredServer
+from stages.measuring.server_setup import ServedWorkload
 from stages.params.benchmark_sections import Workload
 from tests.conftest import EVAL, edit_params
 from tests.measuring.served_project import LOAD
@@ -28,13 +29,13 @@ def test_the_turn_to_measure_ends_when_the_server_has_ended(
 
     def watch(servers: server.ServerGroup, *_: object) -> None:
         stop(servers)
-        were_free.append(measurement_lock._is_free("starting"))
+        were_free.append(measurement_lock.is_free("starting"))
 
     monkeypatch.setattr(server.ServerGroup, "__exit__", watch)
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}})
-    benchmark_served.main("eval")
-    assert were_free == [False] and measurement_lock._is_free("starting")
+    benchmark_served.main("sglang", "eval")
+    assert were_free == [False] and measurement_lock.is_free("starting")
 
 
 @pytest.mark.parametrize("starts_together", [True, False])
@@ -48,12 +49,12 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
         monkeypatch.setattr(
             server.ServerProcess, name, lambda self, name=name, run=original: (events.append(name), run(self))[1]
         )
-    monkeypatch.setattr(measured_server.ServerPlan, "can_start_together", lambda _: starts_together)
+    monkeypatch.setattr(ServedWorkload, "can_start_together", lambda _: starts_together)
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
-    benchmark_served.main("eval", "e003", "t5_1_6")
+    benchmark_served.main("sglang", "eval", "e003", "t5_1_6")
     # Bug: a baseline's log had one name in all cells of its workload, so that cells made at once wrote over each other's.
-    assert {path.name for path in Path(".scratch/served/eval-e003-t5_1_6").iterdir()} == {
+    assert {path.name for path in Path(".scratch/served/sglang-eval-e003-t5_1_6").iterdir()} == {
         "baseline.log",
         "e003-t5_1_6.log",
     }
@@ -62,39 +63,47 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
     assert len(cell.points[0].loads) == len(cell.baseline_points[0].loads) == 2
 
 
+def make_work(base_urls: dict[str, str] | None = None, **changes: Any) -> ServedWorkload:
+    """Servers of a GPU."""
+    settings = SimpleNamespace(base_urls=base_urls or {}, vision_patch=False)
+    params = SimpleNamespace(
+        benchmark_served=SimpleNamespace(get_server=lambda engine: settings), target=SimpleNamespace(dtype="float32")
+    )
+    sizes = SimpleNamespace(num_layers=1, num_key_value_heads=1, head_dim=1)
+    workload = SimpleNamespace(list_loads=lambda: [(1, 1)])
+    context: Any = SimpleNamespace(
+        params=params, manifest=sizes, workload=workload, prompts=[1], longest_prompt=1, engine="sglang"
+    )
+    setup = ServerSetup("sglang", "t", "float32", "cuda", False, 1, 0.8, None, None, None, False, ())
+    work = ServedWorkload(context, {})
+    vars(work)["setup"] = dataclasses.replace(setup, **changes)
+    return work
+
+
 def test_two_servers_start_at_once_on_a_gpu_of_which_a_little_is_used() -> None:
     """Bug: two servers of mem_fraction 0.5 asked for a GPU of which all is free, and a driver always uses some MiB."""
-    setup = dataclasses.replace(make_setup(), device="cuda", mem_fraction=0.5, max_total_tokens=100)
-    plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
-    servers = [MeasuredServer("baseline"), MeasuredServer("drafts")]
-    assert plan.can_start_together() and plan.count_servers_at_once() == 2
-    measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 0.02, 140.4)])
+    work = make_work(mem_fraction=0.5, max_total_tokens=100)
+    servers = [MeasuredServer(work, "baseline"), MeasuredServer(work, "drafts")]
+    assert work.can_start_together() and work.count_servers_at_once() == 2
+    measured_server.check_memory(work, work.setup, servers, [gpu_memory.GpuMemory("H200", 0.02, 140.4)])
     with pytest.raises(ValueError, match=r"another process holds 90\.0 GiB"):
-        measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 90.0, 140.4)])
+        measured_server.check_memory(work, work.setup, servers, [gpu_memory.GpuMemory("H200", 90.0, 140.4)])
 
 
 def test_two_servers_that_do_not_fit_are_started_for_each_turn(
     project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    setup = dataclasses.replace(make_setup(), device="cuda")
-    plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
-    assert plan.count_servers_at_once() == 1 and not plan.can_start_together()
-    half = dataclasses.replace(plan, setup=dataclasses.replace(setup, mem_fraction=0.5))
-    sized = dataclasses.replace(plan, setup=dataclasses.replace(setup, mem_fraction=0.1, max_total_tokens=9))
-    assert half.count_servers_at_once() == 2 and not half.can_start_together()
-    assert sized.count_servers_at_once() == 10 and sized.can_start_together()
-    assert dataclasses.replace(plan, base_urls={"baseline": "http://x"}).count_servers_at_once() == 2
-    monkeypatch.setattr(measured_server.ServerPlan, "count_servers_at_once", lambda _: 1)
+    one, half, sized = make_work(), make_work(mem_fraction=0.5), make_work(mem_fraction=0.1, max_total_tokens=9)
+    assert [work.count_servers_at_once() for work in (one, half, sized)] == [1, 2, 10]
+    assert [work.can_start_together() for work in (one, half, sized)] == [False, False, True]
+    assert make_work({"baseline": "http://x"}).count_servers_at_once() == 2
+    monkeypatch.setattr(ServedWorkload, "count_servers_at_once", lambda _: 1)
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
-    benchmark_served.main("eval", "e003", "t5_1_6")
+    benchmark_served.main("sglang", "eval", "e003", "t5_1_6")
     output_lines = capfd.readouterr().out.splitlines()
     started = [line.split(";")[0].rpartition(" ")[2] for line in output_lines if line.startswith("starting")]
     assert started == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
-
-
-def make_setup() -> ServerSetup:
-    return ServerSetup("sglang", "t", "float32", "cpu", False, 1, 0.8, None, None, None, False, ())
 
 
 @pytest.mark.parametrize("is_together", [True, False])
@@ -103,24 +112,23 @@ def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
 ) -> None:
     """The server that comes first still changes from repeat to repeat, and all loads have as many repeats."""
     halves, order = iter([None, 0.2, 0.06, 0.04]), []
-
-    def measure(work: Any, server: MeasuredServer, load: Any, repeat: int) -> None:
-        order.append((server.config_name, load, repeat))
-
-    monkeypatch.setattr(benchmark_served, "_measure_widest_half", lambda measured, baseline: next(halves))
-    monkeypatch.setattr(measured_loads, "open_servers", lambda plan, servers, owner: contextlib.nullcontext())
-    monkeypatch.setattr(measured_loads, "run_load", measure)
-    monkeypatch.setattr(
-        server_setup, "build_server_plan", lambda work: SimpleNamespace(count_servers_at_once=lambda: 1 + is_together)
-    )
+    monkeypatch.setattr(repeats, "_measure_widest_half", lambda cell, loads: next(halves))
+    monkeypatch.setattr(repeats, "run_load", lambda server, load, repeat: order.append((server.name, load, repeat)))
     until = {"half_width": 0.05, "most_repeats": 8}
     loads = {"max_new_tokens": 9, "concurrency": [1, 4]}
-    work: Any = SimpleNamespace(
-        workload_name="eval", workload=Workload.model_validate({**EVAL, **loads, "until": until})
-    )
-    ended = benchmark_served._measure_repeats(work, MeasuredServer("drafts"), MeasuredServer("baseline"))
-    assert ended and ended.model_dump() == {"repeats": 4, "rule": "half_width", "half_width": 0.04}
+    context = SimpleNamespace(workload=Workload.model_validate({**EVAL, **loads, "until": until}))
     pair = ["baseline", "drafts"]
+    cell: Any = SimpleNamespace(
+        context=context,
+        subjects=[SimpleNamespace(name=name, context=context) for name in pair],
+        fits_together=is_together,
+        is_first=True,
+        group_loads=lambda: [context.workload.list_loads()],
+        open=lambda servers: contextlib.nullcontext(),
+    )
+    ended = repeats.measure_repeats(cell)
+    expected = {"repeats": 4, "rule": "half_width", "half_width": 0.04}
+    assert [found.model_dump() for found in ended.values()] == [expected] * 2
     one_by_one = [(name, cap, n) for n in range(4) for name in (pair if n % 2 == 0 else pair[::-1]) for cap in (1, 4)]
     in_turns = [
         (name, cap, n)

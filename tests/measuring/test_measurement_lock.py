@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import together
 from stages.measuring import measurement_lock
 
 # Each stage writes what it does to one file: starts, is ready when the others have started too, measures.
@@ -51,10 +52,10 @@ def test_nothing_starts_while_a_server_is_measured(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(measurement_lock, "open_user_folder", lambda *_: tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path.parent))
     with measurement_lock.measure_server():
-        assert not measurement_lock._is_free("measuring")
-    assert measurement_lock._is_free("measuring")
+        assert not measurement_lock.is_free("measuring")
+    assert measurement_lock.is_free("measuring")
     with measurement_lock.start_server():
-        assert not measurement_lock._is_free("starting")
+        assert not measurement_lock.is_free("starting")
 
 
 @pytest.mark.parametrize("failing", ["", "raise SystemExit(3)"], ids=["all become ready", "one ends before"])
@@ -71,7 +72,7 @@ def test_stages_on_gpus_of_their_own_begin_together(failing: str, tmp_path: Path
         subprocess.run(words, env=os.environ | {"TMPDIR": str(tmp_path / name)}, timeout=60)
         ended.set()
 
-    with measurement_lock.begin_together(tmpdirs) as ended:
+    with together.begin_together(tmpdirs) as ended:
         threads = [threading.Thread(target=run_stage, args=pair) for pair in (("a", STAGE), ("b", slow))]
         for thread in threads:
             thread.start()

@@ -10,15 +10,16 @@ from benchmarks import serving_costs as compare
 from stages import benchmark_served, serving_costs
 from stages.cells import timing_grid
 from stages.cells.timing_grid import TimingGrid
-from stages.engines import registry
+from stages.engines import cell_engine, registry
 from stages.engines.sglang import SGLang
-from stages.measuring import measured_loads, measured_server, requests, server_setup, simulated_answers
+from stages.measuring import repeats, server_setup, simulated_answers
 from stages.measuring.measured_server import MeasuredServer
+from stages.measuring.server_setup import ServedWorkload
 from stages.params import schema
 from stages.prompts import workload_prompts
 from stages.runtime import scratch
 from tests.conftest import EVAL, edit_params
-from tests.measuring.served_project import DOUBLE, edit_server, read_replayed_tree
+from tests.measuring.served_project import read_replayed_tree
 
 VLLM_TREES = ["t1_1_2", "t2_1_3", "t4_1_5", "t5_1_6"]
 TREES = ["t2_1_3", "t6_1_7", "t3_2_8", "t6_4_32"]
@@ -55,8 +56,8 @@ def compute_floor(grid: TimingGrid) -> list[tuple[float, float]]:
 
 def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_params(load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "max_new_tokens": [8, 16]}}}})
-    serving_costs.main("load")
-    short, long = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    serving_costs.main("sglang", "load")
+    short, long = timing_grid.read_serving_costs("sglang", "load", "builtin/weather-tiny")
     assert (short.max_new_tokens, long.max_new_tokens) == (8, 16)
     for grid in (short, long):
         assert [(c.shape.name, c.batch) for c in grid.grid] == [(tree, batch) for tree in TREES for batch in (1, 2)]
@@ -67,8 +68,8 @@ def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixt
     cycle_times = {c.shape.name: c.cycle_s for c in long.grid if c.batch == 1}
     assert cycle_times["t6_4_32"] > cycle_times["t2_1_3"]
     with pytest.raises(ValueError, match=r"has timed drafts of the target builtin/weather-tiny, expected other"):
-        timing_grid.read_serving_costs("load", "other")
-    text = timing_grid.locate_serving_costs("load").read_text()
+        timing_grid.read_serving_costs("sglang", "load", "other")
+    text = timing_grid.locate_timing_grid("sglang", "load").read_text()
     assert '"tau' not in text and not list(Path("results/cells").glob("*"))
     printed = capsys.readouterr().out
     assert "acceptance simulated" in printed and "tau" not in printed
@@ -81,7 +82,7 @@ def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixt
 
 def check_arrivals() -> None:
     """A workload of one length is measured at a quarter of it too; one request at a time is never interrupted."""
-    (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    (grid,) = timing_grid.read_serving_costs("sglang", "load", "builtin/weather-tiny")
     assert grid.max_new_tokens == 20 and len(grid.fit.left_out_s) == 2 * len(grid.grid) == 16
     assert len(grid.other_lengths) == 8  # a quarter as long, fitted with the others
     read = {(c.shape.name, c.batch): c.arrivals.per_step for c in grid.grid}
@@ -117,12 +118,11 @@ def test_answers_of_a_server_that_simulates(
     rows = [workload_prompts.WorkloadPrompt(str(n), [5, 6], answer_tokens=count) for n, count in enumerate((7, 30, 90))]
     workload_prompts.write_prompts("load", rows, [])
     p = schema.load_params()
-    work = server_setup.build_context(p, "load", server_setup.read_draft_config(p, "e003"))
-    simulated = simulated_answers.simulate_answers(work)
-    assert list(dict.fromkeys(length for length, _ in simulated.workload.list_loads())) == lengths
-    requests_by_length = {
-        length: [requests.make_request(simulated, row, 0, row.prompt_ids, length) for row in rows] for length in lengths
-    }
+    context = cell_engine.build_context(p, "sglang", "load", None, None)
+    work = ServedWorkload(context, server_setup.read_draft_config(p, "e003"))
+    simulated, turns = simulated_answers.simulate_answers(work), context.list_first_turns(context.prompts)
+    assert list(dict.fromkeys(length for length, _ in simulated.context.workload.list_loads())) == lengths
+    requests_by_length = {length: [simulated.make_request(turn, length) for turn in turns] for length in lengths}
     assert all(request.ignore_eos for length_requests in requests_by_length.values() for request in length_requests)
     for length, length_requests in requests_by_length.items():
         tokens = [request.max_tokens for request in length_requests]
@@ -130,7 +130,7 @@ def test_answers_of_a_server_that_simulates(
             assert tokens == [round(count * length / 40) for count in expected]
         else:
             assert len(set(tokens)) > 1 and all(0.5 * length - 1 <= count <= length for count in tokens)
-    plain = requests.make_request(work, rows[0], 0, rows[0].prompt_ids, lengths[0])
+    plain = work.make_request(turns[0], lengths[0])
     assert (plain.max_tokens, plain.ignore_eos) == (lengths[0], keys["ignore_eos"])
 
 
@@ -139,20 +139,22 @@ def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_lef
 ) -> None:
     """A machine that is slower for a while then slows one repeat of a load on all servers, not all loads of one server."""
     edit_params(load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "repeats": 2}}}})
-    monkeypatch.setattr(measured_server.ServerPlan, "count_servers_at_once", lambda _: 9)
-    run, turns = measured_loads.run_load, []
+    monkeypatch.setattr(ServedWorkload, "count_servers_at_once", lambda _: 9)
+    run, turns = repeats.run_load, []
 
-    def fall(work: Any, server: MeasuredServer, of: Any, repeat: int) -> None:
-        turns.append((server.config_name, of, repeat))
+    def fall(server: MeasuredServer, of: Any, repeat: int) -> None:
+        turns.append((server.name, of, repeat))
         if len(turns) == 27:
             raise KeyboardInterrupt
-        run(work, server, of, repeat)
+        run(server, of, repeat)
 
-    monkeypatch.setattr(measured_loads, "run_load", fall)
+    monkeypatch.setattr(repeats, "run_load", fall)
     with pytest.raises(KeyboardInterrupt):
-        serving_costs.main("load")
-    scratch.remove_scratch(scratch.locate_scratch("serving_costs-eval"))  # bug: another workload's took this one's away
-    serving_costs.main("load")
+        serving_costs.main("sglang", "load")
+    scratch.remove_scratch(
+        scratch.locate_scratch("serving_costs-sglang-eval")
+    )  # bug: another workload's took this one's away
+    serving_costs.main("sglang", "load")
     names = ["baseline", *(f"e003-{tree}" for tree in TREES)]
     expected = [
         (name, of, repeat)
@@ -167,16 +169,15 @@ def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_lef
         measured, of_server = (sum(turn[0] == name for turn in turn_list) for turn_list in (expected[:26], expected))
         assert f"{name}: {measured} of {of_server} loads were measured before" in printed
     check_arrivals()
-    (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    (grid,) = timing_grid.read_serving_costs("sglang", "load", "builtin/weather-tiny")
     assert {cycle.samples for cycle in grid.grid} == {step.samples for step in grid.plain} == {2}
 
 
 def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
     """No more tokens than a chain has drafts, and one: vLLM refuses a longer acceptance."""
-    edit_server(load, command=[*DOUBLE, "vllm", "serve"])
-    edit_params(load, {"benchmark_served": {"engine": "vllm"}, "serving_costs": {"trees": VLLM_TREES}})
-    serving_costs.main("load")
-    (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    edit_params(load, {"serving_costs": {"trees": VLLM_TREES}})
+    serving_costs.main("vllm", "load")
+    (grid,) = timing_grid.read_serving_costs("vllm", "load", "builtin/weather-tiny")
     assert grid.engine == "vllm" and len(grid.grid) == 8 and all(found > floor for floor, found in compute_floor(grid))
     flags = ["--speculative-config", json.dumps({"method": "eagle3", "num_speculative_tokens": 1}), "--x"]
     _, config, other_flag = registry.get("vllm").simulate_acceptance(2.0, flags)[0]
@@ -190,11 +191,11 @@ def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
 def test_a_server_that_does_not_accept_as_told_is_refused(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that passes over the setting would be timed at the draft's own tau, and the file would say another."""
     edit_params(load, {"serving_costs": {"accept_length": 2.9}})
-    timing_grid.locate_serving_costs("load").unlink(missing_ok=True)  # of another test
+    timing_grid.locate_timing_grid("sglang", "load").unlink(missing_ok=True)  # of another test
     monkeypatch.setattr(SGLang, "simulate_acceptance", lambda *words: (words[-1], {"SGLANG_SIMULATE_ACC_LEN": "1.5"}))
     with pytest.raises(ValueError, match=r"e003-t2_1_3: 1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
-        serving_costs.main("load")
-    assert not timing_grid.locate_serving_costs("load").exists()
+        serving_costs.main("sglang", "load")
+    assert not timing_grid.locate_timing_grid("sglang", "load").exists()
 
 
 def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,10 +209,10 @@ def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.Cap
             "serving_costs": {"workloads": ["eval"]},
         },
     )
-    serving_costs.main("eval")
-    benchmark_served.main("eval")
+    serving_costs.main("sglang", "eval")
+    benchmark_served.main("sglang", "eval")
     for tree in ("t5_1_6", "t8_2_16"):
-        benchmark_served.main("eval", "e003", tree)
+        benchmark_served.main("sglang", "eval", "e003", tree)
     capsys.readouterr()
     compare.main("e003")
     printed = capsys.readouterr().out

@@ -83,3 +83,21 @@ def test_a_grid_without_one_tree_is_refused() -> None:
     set_values({("replay_trees", key): values for key, values in grid.items()})
     (line,) = list_problems()
     assert line.startswith("replay_trees: no tree of num_steps [1], topk [2] and num_draft_tokens [6]")
+
+
+def test_a_tree_that_one_of_several_engines_runs_is_left_out_for_the_others() -> None:
+    served = (["e009"], ["t8_2_16"])
+    name_cells((["e009"], ["t8_2_16"]), served, engines=["sglang", "vllm"])
+    (line,) = describe_left_out(schema.load_params().list_left_out_trees())
+    assert line.startswith("left out of benchmark_served, vllm: t8_2_16 with e009: vLLM drafts chains only")
+    name_cells((["e009"], ["t8_2_16"]), served, engines=["vllm"])
+    (line,) = list_problems()
+    assert line.startswith("benchmark_served.trees has t8_2_16, of which none runs with e009")
+
+
+def test_one_line_says_what_to_write_in_place_of_one_engine() -> None:
+    set_values({("benchmark_served", "engine"): "vllm", ("benchmark_served", "server"): {"tp": 2}})
+    (line,) = list_problems()
+    assert line.startswith(
+        "benchmark_served: engine and server: a run has several engines now; write engines: [vllm], and"
+    )

@@ -7,6 +7,7 @@ NAMED_BY_USER = {
     ("benchmark", "workloads"),
     ("prepare_prompts", "sets"),
     ("schedule", "stages"),
+    ("benchmark_served", "servers"),  # or the engine's
 }
 SECTIONS = sorted({key_path[:depth] for key_path in LEAVES for depth in range(len(key_path))} - NAMED_BY_USER)
 

@@ -79,7 +79,10 @@ def test_an_edit_that_is_refused(old: str, new: str, start: str) -> None:
 
 
 UNTIL = ("benchmark", "workloads", "eval", "until")
-SAMPLED_BY, SERVED_BY = ("sample_target", "server", "base_urls"), ("benchmark_served", "server", "base_urls")
+SAMPLED_BY, SERVED_BY = (
+    ("sample_target", "server", "base_urls"),
+    ("benchmark_served", "servers", "sglang", "base_urls"),
+)
 EVAL = YAML(typ="safe").load(REAL)["benchmark"]["workloads"]["eval"]
 RANDOM = {"prompts": "random", "input_tokens": 512, "concurrency": 64, "length_range": 0.5}
 SWEEP = {"max_new_tokens": [10, 128], "concurrency": 4, "num_prompts": [3, 20], "request_rate": "inf"}

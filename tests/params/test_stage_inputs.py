@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,16 +76,19 @@ def test_what_every_engine_and_family_runs_is_left_out_for_none(project: Path) -
     """Bug: a list of files to leave out named a module that others had been joined to, so its edits would rerun nothing."""
     shared = {"stages/measuring/measured_server.py", "stages/engines/spec_counters.py", "stages/families/family.py"}
     for engine in ("sglang", "vllm"):
-        edit_params(project, {"benchmark_served": {"engine": engine, "workloads": ["eval"]}})
-        code = build_inputs(load_params(), Instance.parse("benchmark_served@eval-e009-t5_1_6"), KeptDigests())["code"]
-        assert shared <= code.keys(), engine
-    listed = [file for engine in ENGINES.values() for file in engine.modules]
-    assert len(listed) == len(set(listed)) and all((ROOT / file).is_file() for file in listed)
+        edit_params(project, {"benchmark_served": {"engines": [engine], "workloads": ["eval"]}})
+        name = f"benchmark_served@{engine}-eval-e009-t5_1_6"
+        code = build_inputs(load_params(), Instance.parse(name), KeptDigests())["code"]
+        assert shared <= code.keys() and "stages/engines/torch_engine.py" not in code, engine
+    code = build_inputs(load_params(), Instance.parse("benchmark@eval-e009-t8_2_16"), KeptDigests())["code"]
+    assert "stages/engines/torch_engine.py" in code and "stages/measuring/measured_server.py" not in code
+    assert all((ROOT / file).is_file() for engine in ENGINES.values() for file in engine.modules)
 
 
 @pytest.fixture
 def begun(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project in which `inputs` ran, as a stage that DVC runs finds it."""
+    shutil.copy(ROOT / "dvc.yaml", project)
     inputs.main()
     monkeypatch.setenv("DVC_STAGE", "train_draft@e003")
     return project

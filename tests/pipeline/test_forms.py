@@ -46,15 +46,21 @@ def test_a_sweep_sets_the_keys_of_its_engine(home) -> None:
 @pytest.mark.parametrize(
     ("other", "key"),
     [
-        ({"benchmark_served.server.command": ["sh", "-c", "id"]}, "benchmark_served.server.command"),
-        ({"benchmark_served.server": {"command": ["sh"]}}, "benchmark_served.server.command"),
-        ({"benchmark_served.server.launch_args": ["--x"]}, "benchmark_served.server.launch_args"),
-        ({"benchmark_served.server.launch_args": []}, "benchmark_served.server.launch_args"),
+        ({"benchmark_served.servers.sglang.command": ["sh", "-c", "id"]}, "benchmark_served.servers.sglang.command"),
         (
-            {"benchmark_served.server.base_urls": {"baseline": "http://a:1"}},
-            "benchmark_served.server.base_urls.baseline",
+            {"benchmark_served.servers": {"llama.cpp": {"command": ["sh"]}}},
+            "benchmark_served.servers.llama.cpp.command",
         ),
-        ({"benchmark_served.server.api_key_env": "AWS_SECRET_ACCESS_KEY"}, "benchmark_served.server.api_key_env"),
+        ({"benchmark_served.servers.sglang.launch_args": ["--x"]}, "benchmark_served.servers.sglang.launch_args"),
+        ({"benchmark_served.servers.sglang.launch_args": []}, "benchmark_served.servers.sglang.launch_args"),
+        (
+            {"benchmark_served.servers.sglang.base_urls": {"baseline": "http://a:1"}},
+            "benchmark_served.servers.sglang.base_urls.baseline",
+        ),
+        (
+            {"benchmark_served.servers.sglang.api_key_env": "AWS_SECRET_ACCESS_KEY"},
+            "benchmark_served.servers.sglang.api_key_env",
+        ),
         ({"sample_target.server.launch_args": ["--x"]}, "sample_target.server.launch_args"),
         ({"sample_target.server.base_urls": ["http://a:1"]}, "sample_target.server.base_urls"),
         ({"sample_target.server.api_key_env": "HF_TOKEN"}, "sample_target.server.api_key_env"),
@@ -82,11 +88,11 @@ def test_a_sweep_sets_the_keys_of_its_engine(home) -> None:
         ),
         ({"prepare_prompts.sets": {"s": {"from": "../x.jsonl"}}}, "prepare_prompts.sets.s.from"),
         ({"sample_target.server.model": "/x"}, "sample_target.server.model"),
-        ({"benchmark_served.server.algorithm": "--model-path=x"}, "benchmark_served.server.algorithm"),
+        ({"benchmark_served.servers.sglang.algorithm": "--model-path=x"}, "benchmark_served.servers.sglang.algorithm"),
     ],
 )
 def test_what_runs_code_or_leaves_the_project_is_not_set_through_a_form(home, other: dict, key: str) -> None:
-    """Bug: `other` took every key, benchmark_served.server.command among them, which a stage then ran as root."""
+    """Bug: `other` took every key, benchmark_served.servers.sglang.command among them, which a stage then ran as root."""
     with pytest.raises(ValueError, match=rf"other: {re.escape(key)} can't be set through a form"):
         Changes(other=other).build_sections(load_params())
 
@@ -112,11 +118,11 @@ def test_a_hub_id_and_a_path_inside_the_project_may_be_set(home, other: dict) ->
 
 def test_a_key_that_params_yaml_allows_by_name_may_be_set_and_no_other(home) -> None:
     recipes.write_sections(
-        {"schedule": {"form_may_set": ["benchmark_served.server.launch_args", "target.trust_remote_code"]}}
+        {"schedule": {"form_may_set": ["benchmark_served.servers.sglang.launch_args", "target.trust_remote_code"]}}
     )
-    args = {"benchmark_served.server.launch_args": ["--tp", "2"]}
-    assert Changes(other=args).build_sections(load_params())["benchmark_served"]["server"] == {
-        "launch_args": ["--tp", "2"]
+    args = {"benchmark_served.servers.sglang.launch_args": ["--tp", "2"]}
+    assert Changes(other=args).build_sections(load_params())["benchmark_served"]["servers"] == {
+        "sglang": {"launch_args": ["--tp", "2"]}
     }
     with pytest.raises(ValueError, match=r"sample_target\.server\.launch_args can't be set"):
         Changes(other={"sample_target.server.launch_args": ["--tp", "2"]}).build_sections(load_params())
@@ -128,7 +134,7 @@ def test_a_key_that_params_yaml_allows_by_name_may_be_set_and_no_other(home) -> 
     "trusting",
     [
         {"target": {"trust_remote_code": True}},
-        {"benchmark_served": {"server": {"launch_args": ["--trust-remote-code"]}}},
+        {"benchmark_served": {"servers": {"vllm": {"launch_args": ["--trust-remote-code"]}}}},
         {"sample_target": {"server": {"launch_args": ["--trust_remote_code=true"]}}},
     ],
 )
@@ -159,8 +165,8 @@ HARMLESS = {
     "benchmark.workloads.*.ignore_eos",
     "benchmark.workloads.*.grade",  # runs what the target wrote only with run_generated_code
     "benchmark_served.interleave",
-    "benchmark_served.server.torch_compile",
-    "benchmark_served.server.vision_patch",
+    "benchmark_served.servers.*.torch_compile",
+    "benchmark_served.servers.*.vision_patch",
     "schedule.stages.*.exclusive",
     # names of trees, which Tree.parse reads whole
     *(f"{section}.trees" for section in ("benchmark", "benchmark_served", "serving_costs")),

@@ -65,7 +65,7 @@ def test_a_dry_run_changes_and_runs_nothing(
         and "  import_draft (1): theirs" in printed
         and "  report" in printed
     )
-    assert "  benchmark_served_baseline (3): chat, code_gen, completion" in printed
+    assert "  benchmark_served_baseline (3): sglang-chat, sglang-code_gen, sglang-completion" in printed
     assert any(
         line.startswith("target: Qwen/Qwen3-Coder-30B-A3B-Instruct, 30.5e9 parameters, 3.35e9 of them")
         for line in printed
@@ -105,7 +105,7 @@ def test_what_is_not_here_is_named_with_the_command_that_gets_it_before_anything
             "run: aerie fetch angelslim-qwen3-1.7b"
             for name in ("alpaca", "gsm8k", "humaneval", "mt_bench")
         ),
-        r"benchmark_served.engine: vllm is neither in serving-env/ nor on the PATH; run: make serving-env ENGINE=vllm",
+        r"benchmark_served.engines, vllm: vllm is neither in serving-env/ nor on the PATH; run: make serving-env ENGINE=vllm",
         r"GPUs: none, expected 1 for target.device cuda; run on a machine with 1 or more",
     ]
     with pytest.raises(SystemExit) as refused:

@@ -140,12 +140,13 @@ def test_stages_are_not_given_the_password(server: Server, ran: str) -> None:
 
 
 def test_a_form_that_names_a_command_ends_before_anything_runs(server: Server) -> None:
-    """Bug: `other` took benchmark_served.server.command, which the stage then ran as given."""
-    changes = {"other": {"benchmark_served.server.command": ["touch", str(server.project.root / "ran")]}}
+    """Bug: `other` took benchmark_served.servers.sglang.command, which the stage then ran as given."""
+    changes = {"other": {"benchmark_served.servers.sglang.command": ["touch", str(server.project.root / "ran")]}}
     run = server.run(changes=changes)
     state = server.ended(run)
     assert (
-        state["type"] == "FAILED" and "benchmark_served.server.command can't be set through a form" in state["message"]
+        state["type"] == "FAILED"
+        and "benchmark_served.servers.sglang.command can't be set through a form" in state["message"]
     )
     assert server.ask("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}}) == []
 

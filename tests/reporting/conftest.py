@@ -19,6 +19,6 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
 def half_measured(made_up: schema.Params) -> schema.Params:
     """The project with the repository's own params.yaml: e009 has cells, e003 was replayed only."""
     Path("params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
-    for path in CELLS_FOLDER.glob("*-e003-*"):
+    for path in CELLS_FOLDER.glob("*/*-e003-*"):
         path.unlink()
     return schema.load_params()

@@ -59,7 +59,7 @@ def test_a_sweep_has_files_for_each_load_and_a_way_that_was_not_measured_has_non
     names = {path.name for path in (tmp_path / "out").glob("*.jsonl")}
     assert names == {
         *(f"m-load-e009-t5_1_6-64-at-{cap}-temperature-0.0-eagle.jsonl" for cap in (1, 4)),
-        "m-load-baseline-temperature-0.0-baseline.jsonl",
+        "m-sglang-load-baseline-temperature-0.0-baseline.jsonl",
     }
     found = json.loads((tmp_path / "out/m-load-e009-t5_1_6-64-at-4-analysis.json").read_text())
     assert found["baseline_file"] is None and found["speedup_ratio"] is None and found["acceptance_length"] > 1

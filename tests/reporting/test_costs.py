@@ -5,6 +5,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from stages import report
 from stages.cells import prediction, replay_records, timing_grid
 from stages.cells.cell import CELLS_FOLDER
 from stages.cells.prediction import PredictedSpeedup
-from stages.measuring import server_setup
-from stages.measuring.requests import ServedCellContext
+from stages.measuring import measured_server
+from stages.measuring.server_setup import ServedWorkload
 from stages.params import schema
 from stages.params.engines import SERVED
 from stages.params.tree_shape import TreeShape
@@ -184,7 +185,7 @@ def test_the_advised_command_is_the_measured_one(
         made_up_block_draft.add_block_draft(project)
         edit_params(Path(), {"time_trees": {"checkpoints": ["e000", name]}})
         timing_grid.write_timing_grid(costs.made_up(name, draft=CONFIGS[family]))
-    edit_params(Path(), {"benchmark_served": {"engine": engine}})
+    edit_params(Path(), {"benchmark_served": {"engines": [engine]}})
     simulated = simulate([*CHAINS], engine=engine)
     if family == "eagle3":
         timing_grid.write_timing_grid(costs.made_up(draft=CONFIGS[family]))
@@ -193,8 +194,8 @@ def test_the_advised_command_is_the_measured_one(
     report.main()
     advised = next(row for row in prediction.read_launch() if row.flags)
     name = advised.checkpoint
-    work = ServedCellContext(schema.load_params(), *[None] * 8)  # type: ignore[arg-type]
-    measured = server_setup.configure_server(work, name, advised.shape, CONFIGS[family])
+    context: Any = SimpleNamespace(params=schema.load_params(), engine=engine)
+    measured = measured_server.configure_server(ServedWorkload(context, CONFIGS[family]), name, advised.shape)
     draft = {f"drafts/{name}/draft", f"gguf/{name}-f32.gguf", str(Path(f"drafts/{name}/draft").absolute())}
 
     def leave_path_out(flags: list[str]) -> list[str]:
@@ -262,7 +263,7 @@ def test_a_grid_that_was_timed_beside_other_work_advises_nothing(
     project: schema.Params, odd: Row, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: a grid whose plain step took 207 ms, where 70 was right, had the verdict launch a tree that loses."""
-    for cell in CELLS_FOLDER.iterdir():
+    for cell in CELLS_FOLDER.rglob("*.json"):
         cell.unlink()
     edit_params(
         Path(), {"benchmark": {"torch_workloads": []}, "benchmark_served": {"workloads": ["eval"], "checkpoints": []}}

@@ -58,7 +58,7 @@ def test_the_runner_up_is_told_with_its_flags_and_the_way_to_the_newer_engine(
     )
     assert first.endswith("of e009, predicted 1.60x (1.50-1.70)") and flags == "    --tree t5_4_16"
     assert newer.startswith(
-        "to get sglang 0.5.23: make serving-env ENGINE=sglang-0.5.23, and benchmark_served.server.command: "
+        "to get sglang 0.5.23: make serving-env ENGINE=sglang-0.5.23, and benchmark_served.servers.sglang.command: "
     )
     assert newer.endswith("[serving-env/sglang-0.5.23/bin/sglang, serve]")
 

@@ -30,7 +30,7 @@ def test_sums_are_those_by_hand() -> None:
         ("fix_data", 1, 2, "", None),
         ("train_draft@e003", 1, 100, "2 x A", 3600.0),
         ("benchmark, eval", 3, 30, "1 x A", 300.0),
-        ("benchmark_served, eval", 1, 5, "2 x B", None),
+        ("benchmark_served, sglang, eval", 1, 5, "2 x B", None),
     ]
     assert (took.all.seconds, took.all.gpu_seconds, took.counted) == (137, 200 + 30 + 10, True)
     assert took.all.joules is None  # one of the GPUs counted nothing: a sum would be too low

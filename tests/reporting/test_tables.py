@@ -32,7 +32,7 @@ def test_the_table_equals_the_cells_bit_for_bit(made_up: schema.Params) -> None:
 
 def test_a_speedup_by_cpu_time_stands_beside_that_by_wall_time(made_up: schema.Params) -> None:
     """Another program took half of the speculative answers' wall time; a GPU has no CPU time to compare."""
-    files = sorted(Path("results/cells").glob("eval-*.json"))
+    files = sorted(Path("results/cells/torch").glob("eval-*.json"))
     for file, busy in zip(files, (True, False, *[None] * len(files)), strict=False):
         cell = json.loads(file.read_text())
         for kind in ("points", "baseline_points"):

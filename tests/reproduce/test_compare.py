@@ -218,7 +218,14 @@ def test_a_baseline_measured_in_turns_with_the_cell_is_its_own() -> None:
 
 def test_what_an_engine_can_not_run_says_so() -> None:
     served_cell(
-        "eval", "e010", "t8_2_8", 1.0, status=UNSUPPORTED, reason="num_draft_tokens below num_steps + 1", points=[]
+        "eval",
+        "e010",
+        "t8_2_8",
+        1.0,
+        engine="sglang",
+        status=UNSUPPORTED,
+        points=[],
+        reason="num_draft_tokens below num_steps + 1",
     )
     sides, _ = sides_of("qwen3-vl-2b-weather")
     found = side(sides, "tau", label="8_2_8")

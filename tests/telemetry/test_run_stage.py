@@ -94,7 +94,7 @@ def test_compiled_code_is_kept_at_home_where_there_is_one(started: None, monkeyp
         ("replay_trees@e009", "replay_trees.memory_gib"),
         ("sample_target", "sample_target.batch_size or max_new_tokens"),
         ("benchmark@eval-e009-t8_2_16", "concurrency or max_new_tokens of the workload"),
-        ("benchmark_served_baseline@eval", "benchmark_served.server.mem_fraction"),
+        ("benchmark_served_baseline@sglang-eval", "benchmark_served.servers.*.mem_fraction"),
     ],
 )
 def test_torchs_own_error_of_a_real_allocation_names_the_key_to_lower(

@@ -137,7 +137,7 @@ def patch_module(module: Any) -> None:
         if found != digest:
             raise SystemExit(
                 f"{PREFIX} refused: {module.__name__}.{name} has digest {found}, expected {digest} of SGLang {VERSION}; "
-                f"install SGLang {VERSION} as published, or set benchmark_served.server.vision_patch: false"
+                f"install SGLang {VERSION} as published, or set benchmark_served.servers.*.vision_patch: false"
             )
         setattr(owner, name, wrap(function))
     print(f"{PREFIX} applied to {module.__name__}", file=sys.stderr, flush=True)

@@ -1,0 +1,132 @@
+"""The loop of every measurement: repeats, turns of conversations, servers and kinds of decoding in turns, and when it ends."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from stages.cells import metrics, points, request_record, stopping
+from stages.cells.cell import PLAIN, SPECULATIVE, PooledSpeedup, StoppingRecord
+from stages.cells.points import RepeatRecords
+from stages.cells.stopping import RepeatRule
+from stages.engines.cell_engine import CellEngine, LoadResult, RepeatResults, ResultsByKind, Subject
+from stages.params.tree_shape import Load
+
+T = TypeVar("T")
+S = TypeVar("S", bound=Subject)
+
+
+def measure_repeats(cell: CellEngine) -> dict[Load, StoppingRecord]:
+    """Measure all loads of a cell until they were repeated often enough; return why each has no more repeats.
+
+    Subjects that can't be open at once are opened for each repeat, in alternating order.
+    """
+    workload, ended = cell.context.workload, dict[Load, StoppingRecord]()
+    rule = RepeatRule(workload.fewest_repeats, workload.most_repeats, workload.half_width)
+    with cell.open(cell.subjects) if cell.fits_together else contextlib.nullcontext():
+        for loads in cell.group_loads():
+            measure = partial(_measure_repeat, cell, loads)
+            found = rule.run(measure, partial(_measure_widest_half, cell, loads), prints=cell.is_first)
+            ended |= dict.fromkeys(loads, found)
+    return ended
+
+
+def _measure_repeat(cell: CellEngine, loads: list[Load], repeat: int) -> None:
+    if cell.fits_together:
+        for subject, load in order_loads(cell.subjects, loads, repeat):
+            run_load(subject, load, repeat)
+        return
+    for subject in _order_turns(cell.subjects, repeat):
+        with cell.open([subject]):
+            for load in loads:
+                run_load(subject, load, repeat)
+
+
+def order_loads(subjects: Sequence[S], loads: Iterable[Load], repeat: int) -> Iterator[tuple[S, Load]]:
+    """Yield what a repeat measures on subjects that are open together: each load on all that have it, then the next load.
+
+    So one load of all subjects is measured within seconds, and a machine that is slower for a minute slows all of them alike.
+    Every second load goes backwards.
+    """
+    for index, load in enumerate(loads):
+        for subject in _order_turns(subjects, repeat + index):
+            if load in subject.context.workload.list_loads():
+                yield subject, load
+
+
+def _order_turns(subjects: Sequence[T], repeat: int) -> Iterable[T]:
+    """Return the subjects as a repeat measures them: backwards in every second one, so that none is always the first."""
+    return subjects if repeat % 2 == 0 else reversed(subjects)
+
+
+def run_load(subject: Subject, load: Load, repeat: int) -> None:
+    """Measure one repeat of one load, and add it to the subject's results.
+
+    All first turns are answered, then the second turns of questions that have one and were answered, and so on. A later turn
+    follows the subject's own earlier answers, those of its first kind of decoding.
+    """
+    context, found = subject.context, dict[str, list[LoadResult]]()
+    limit = context.workload.limit_prompts(load.concurrency) or len(context.prompts)
+    turns = context.list_first_turns(context.prompts.head(limit))
+    while turns:
+        results = subject.run_turn(turns, load, repeat)
+        for kind, result in results.items():
+            found.setdefault(kind, []).append(result)
+        first = next(iter(results.values()))
+        answers = {record.question_id: record for record in first.records if not record.failure_reason}
+        answered = [turn for turn in turns if turn.question.id in answers]
+        following = [context.build_next_turn(turn, answers[turn.question.id]) for turn in answered]
+        turns = [turn for turn in following if turn]
+    for kind, turn_results in found.items():
+        subject.results.setdefault(kind, {}).setdefault(load, []).append(turn_results)
+        if subject.is_first:
+            repeats = f" ({repeat + 1} of {context.workload.most_repeats})" if context.workload.most_repeats > 1 else ""
+            found_words = _describe_turns(turn_results, subject.simulates)
+            print(f"{subject.name}, {kind}, {load}{repeats}: {found_words}", flush=True)
+
+
+def _describe_turns(turns: list[LoadResult], simulates: bool) -> str:
+    summary = request_record.summarise_load([record for result in turns for record in result.records])
+    cycles, accepted = sum_counts(turns)
+    tau = "acceptance simulated, " if simulates else f"tau {1 + accepted / cycles:.3f}, " if cycles else ""
+    answered = f"{summary.completed} of {summary.requests} answered"
+    return f"{tau}{points.format_throughput(summary.output_throughput)}, {answered}, {summary.duration_s:.1f} s"
+
+
+def sum_counts(results: list[LoadResult]) -> tuple[int, int]:
+    """Return (verify cycles, accepted draft tokens)."""
+    counts = [record.counts for result in results for record in result.records if record.counts]
+    return sum(c.cycles for c in counts), sum(c.accepted for c in counts)
+
+
+def list_records(repeats: RepeatResults) -> RepeatRecords:
+    return [[result.records for result in turns] for turns in repeats]
+
+
+def join_results(cell: CellEngine) -> ResultsByKind:
+    return {kind: loads for subject in cell.subjects for kind, loads in subject.results.items()}
+
+
+def pool_speedup(cell: CellEngine, load: Load) -> PooledSpeedup:
+    """Return the speedup of answers that were decoded both ways in turns."""
+    results = join_results(cell)
+    answers, plain = (
+        [[record for result in turns for record in result.records] for turns in results[kind][load]]
+        for kind in (SPECULATIVE, PLAIN)
+    )
+    return metrics.pool_speedup(answers, plain, cell.context.workload.prompts)
+
+
+def _measure_widest_half(cell: CellEngine, loads: list[Load]) -> float | None:
+    """Return the widest of the loads' speedup intervals, as half of it and a share; None where a load has none."""
+    results, halves = join_results(cell), []
+    if len(results) < 2:
+        return None
+    for load in loads:
+        if cell.in_turns:
+            halves.append(stopping.measure_pooled_half_width(pool_speedup(cell, load)))
+        else:
+            speeds = (points.list_throughputs(list_records(results[kind][load])) for kind in (SPECULATIVE, PLAIN))
+            halves.append(stopping.measure_loads_half_width(*speeds))
+    known = [half for half in halves if half is not None]
+    return max(known) if len(known) == len(halves) else None
