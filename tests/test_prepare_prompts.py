@@ -1,5 +1,7 @@
 """Workload prompts: the eval split's unchanged, a set's as transformers renders them, random ones as SGLang's."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +196,10 @@ def test_a_target_writes_the_questions_of_a_workload_by_its_seed(
     monkeypatch.setattr(prepare_prompts, "MOST_WRITTEN", 0)
     with pytest.raises(ValueError, match="needs 4 questions, the target ended 0 of 0"):
         ask(project, "chat", **few)
+
+
+@pytest.mark.parametrize("stage", ["inputs", "fix_data", "prepare_prompts", "report"])
+def test_a_stage_that_runs_no_model_imports_none(stage: str) -> None:
+    """Bug: prepare_prompts imported torch and transformers for the target's facts, 3 s of a core."""
+    code = f"import sys, stages.{stage}; print(*{{'torch', 'transformers', 'safetensors'}} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "\n"
