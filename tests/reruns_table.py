@@ -252,7 +252,7 @@ RERUNS = [
         edits("stages/engines/sglang.py"),
         "benchmark_served@sglang-* benchmark_served_baseline@sglang-* report",
     ),
-    Row(
+    Row(  # bug: no option of the servers reran a baseline, which has them all
         "benchmark_served.servers: options of vllm",
         sets(benchmark_served={"servers": {"vllm": {"mem_fraction": 0.5}}}),
         "benchmark_served@vllm-* benchmark_served_baseline@vllm-* report",
