@@ -189,12 +189,12 @@ RERUNS = [
     Row(
         "benchmark.workloads: more prompts",
         sets(benchmark={"workloads": {"eval": {"num_prompts": 13}}}),
-        "prepare_prompts@eval benchmark*@eval* report",
+        "prepare_prompts@eval benchmark*@*eval* report",
     ),
     Row(
         "benchmark.workloads: longer answers, repeats",
         sets(benchmark={"workloads": {"eval": {"max_new_tokens": 300, "repeats": 3}}}),
-        "benchmark*@eval* report",
+        "benchmark*@*eval* report",
     ),
     Row(
         "benchmark.workloads: another one, in benchmark.torch_workloads too",
