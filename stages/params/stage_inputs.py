@@ -51,7 +51,7 @@ SERVER = "benchmark_served.servers.{engine}"
 MAKERS = "import_draft.checkpoints"  # which stage makes a draft, for messages
 SERVER_CONNECTION = (MAKERS, f"{SERVER}.api_key_env", f"{SERVER}.start_timeout_s")
 # Keys of a server's connection and of its draft.
-NOT_OF_BASELINES = {"api_key_env", "start_timeout_s", "algorithm", "vision_patch"}
+NOT_OF_BASELINES = ("api_key_env", "start_timeout_s", "algorithm", "vision_patch")
 CELL_WORKLOAD = ("benchmark.workloads.{workload}", "sample_target.thinking")
 TORCH_KEYS = ("target", "benchmark.tree_scoring", "benchmark.num_threads")
 DECLARED = {
@@ -153,7 +153,7 @@ DECLARED = {
             "target", *CELL_WORKLOAD, "benchmark.run_generated_code",
             *(f"{SERVER}.{key}" for key in BenchmarkServer.model_fields if key not in NOT_OF_BASELINES),
         ),
-        free=("benchmark_served.interleave", SERVER),
+        free=("benchmark_served.interleave", *(f"{SERVER}.{key}" for key in NOT_OF_BASELINES)),
         items=("engine", "workload"),
     ),
     "serving_costs": Declared(
