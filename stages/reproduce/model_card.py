@@ -30,7 +30,7 @@ CHAIN = "t3_1_4"  # by which drafts are compared
 
 
 class SampledAnswers(Record, extra="ignore"):
-    """Of results/sample_report.json."""
+    """The count that the card shows of results/sample_report.json."""
 
     rows_out: int
 
@@ -40,7 +40,7 @@ class TrainedEpoch(Record, extra="ignore"):
 
 
 class TrainedSegment(Record, extra="ignore"):
-    """Of results/train/NAME.json."""
+    """The epochs that the card shows of results/train/NAME.json."""
 
     epochs: list[TrainedEpoch]
     seconds: float
@@ -53,7 +53,7 @@ def main(name: str, folder: str, licence: str) -> None:
         trained = ", ".join(params.train_draft.checkpoints) or "none"
         raise ValueError(f"{name} is no checkpoint of train_draft.checkpoints, expected one of them: {trained}")
     if out.exists():
-        raise ValueError(f"{out} exists, expected a new folder for the draft and its card; name another, or remove it")
+        raise ValueError(f"{out} exists, expected a new folder for the draft and its card; name another")
     draft = checkpoint.locate_checkpoint(name) / "draft"
     config = atomic.read_json(draft / "config.json", f"train_draft@{name}", dict)
     card = "\n".join(_write_card(params, name, config, draft, licence))
