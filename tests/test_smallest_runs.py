@@ -41,7 +41,7 @@ def build_run(name: str, replayed: bool = True, timed: str = "", **sections: Any
 
 
 SERVER = {"command": [*DOUBLE, "serve"], "start_timeout_s": 60.0}
-SERVED = {"workloads": ["eval"], "trees": ["t3_1_4"], "server": SERVER}
+SERVED = {"workloads": ["eval"], "trees": ["t3_1_4"], "servers": {"sglang": SERVER}}
 PUBLISHED = {"import_draft": {"checkpoints": {"pub": {"model": "published_draft"}}}}
 RUNS = {
     "one checkpoint": build_run("e001", timed="e000"),

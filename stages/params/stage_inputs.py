@@ -97,8 +97,7 @@ DECLARED = {
     ),
     "import_draft": Declared(
         ("target", "import_draft.checkpoints.{checkpoint}"),
-        paths=("import_draft.checkpoints.{checkpoint}.model",),
-        items=("checkpoint",),
+        paths=("import_draft.checkpoints.{checkpoint}.model",), items=("checkpoint",),
     ),
     "replay_trees": Declared(
         (
@@ -108,8 +107,7 @@ DECLARED = {
                 "tree_scoring", "num_steps", "topk", "num_draft_tokens", "trace_trees", "memory_gib",
             )),
         ),
-        free=(MAKERS,),
-        items=("checkpoint",),
+        free=(MAKERS,), items=("checkpoint",),
     ),
     "time_trees": Declared(
         (
@@ -118,8 +116,7 @@ DECLARED = {
                 "num_steps", "topk", "num_draft_tokens", "context", "warmup", "cycles", "repeats", "batches",
             )),
         ),
-        free=(MAKERS,),
-        items=("checkpoint",),
+        free=(MAKERS,), items=("checkpoint",),
     ),
     "prepare_prompts": Declared(
         (
@@ -138,15 +135,11 @@ DECLARED = {
                 "mode", "draft_sampling", "num_gpus_total", "num_gpus_per_model", "max_gpu_memory", "run_generated_code",
             )),
         ),
-        free=(MAKERS,),
-        items=("workload", "checkpoint", "tree"),
+        free=(MAKERS,), items=("workload", "checkpoint", "tree"),
     ),
     "benchmark_served": Declared(
-        (
-            "target", *CELL_WORKLOAD, "benchmark.run_generated_code", "benchmark_served.interleave", SERVER,
-        ),
-        free=SERVER_CONNECTION,
-        items=("engine", "workload", "checkpoint", "tree"),
+        ("target", *CELL_WORKLOAD, "benchmark.run_generated_code", "benchmark_served.interleave", SERVER),
+        free=SERVER_CONNECTION, items=("engine", "workload", "checkpoint", "tree"),
     ),
     "benchmark_served_baseline": Declared(
         (
@@ -158,8 +151,7 @@ DECLARED = {
     ),
     "serving_costs": Declared(
         ("target", *CELL_WORKLOAD, "serving_costs", SERVER),
-        free=SERVER_CONNECTION,
-        items=("engine", "workload"),
+        free=SERVER_CONNECTION, items=("engine", "workload"),
     ),
     "report": Declared(
         (
