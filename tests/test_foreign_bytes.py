@@ -312,7 +312,7 @@ def test_a_mutated_file_is_read_or_refused_by_one_line(name: str, count: int, tm
 STAGES: dict[str, tuple[Callable[[], None], tuple[str, ...], int]] = {
     "import_draft": (lambda: import_draft.main("theirs"), ("theirs/*",), 20),
     "init_draft": (init_draft.main, ("theirs/*", "data/hiddens/train/*", "data/hiddens/eval/*"), 10),
-    "report": (report.main, ("results/*_report.json", *(f"results/{x}/*" for x in ("cells", "cost", "replay", "train"))), 10),
+    "report": (report.main, ("results/*_report.json", *(f"results/{x}/*" for x in ("cells/*", "cost", "replay", "train"))), 10),
 }  # fmt: skip
 
 

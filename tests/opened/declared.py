@@ -15,13 +15,14 @@ def undeclared(opened: Iterable[str], stage: dict[str, Any], besides: Iterable[s
     """Return the opened files that are neither params.yaml nor in a dependency or output of `stage`, nor in `besides`.
 
     Train_draft reads GATE to refuse, and SCORED to say how well its epochs do, never to compute: as a dependency, another draft's
-    refusal or another eval set would retrain all.
+    refusal or another eval set would retrain all. `inputs` always runs, so it may read the graph.
 
     `stage` is an entry of dvc.yaml, whose ${...} stand for any name, or of dvc.lock.
     """
     entries = [entry for kind in ("deps", "outs", "metrics") for entry in stage.get(kind, [])]
     paths = [entry if isinstance(entry, str) else entry.get("path") or next(iter(entry)) for entry in entries]
-    always = ["params.yaml", "artifacts/inputs", GATE, *([SCORED] if "stages.train_draft" in stage["cmd"] else [])]
+    own = {"stages.train_draft": SCORED, "stages.inputs": "dvc.yaml"}
+    always = ["params.yaml", "artifacts/inputs", GATE, *(path for name, path in own.items() if name in stage["cmd"])]
     patterns = [re.sub(r"\$\{[^}]*\}", "*", path) for path in [*paths, *always, *NAMED, *besides]]
     return [file for file in opened if not any(_in(PART.sub(r"\1", file), pattern) for pattern in patterns)]
 
