@@ -43,18 +43,20 @@ def compute_chunked_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the total (scalar, differentiable), the loss [L] summed over the positions of each step, argmax matches [L, P].
 
-    Pairs of state S, one past the last, are those of no supervised position, in a padded pack: a row of zeros without weight.
+    Pairs of state S, one past the last, are those of no supervised position, in a padded pack alone: a row of zeros without weight.
     """
-    normed = output_head.normalise(torch.cat([*states, torch.zeros_like(states[0][:1])]))  # [S + 1, H]
+    spare = int(pack.padded_size is not None)
+    normed = output_head.normalise(torch.cat([*states, torch.zeros_like(states[0][:spare])]))  # [S + spare, H]
     state_weights = torch.cat([w.expand(count) for w, count in zip(weights, pack.queries_per_step, strict=True)])  # [S]
-    state_weights = nn.functional.pad(state_weights, (0, 1))
+    state_weights = nn.functional.pad(state_weights, (0, spare))
     total, losses, matches = _ChunkedLoss.apply(
         normed, output_head.weight, state_weights, pack, head, output_head.d2t, output_head.t2d, loss, logits_scale,
         reach_floor,
     )  # fmt: skip
-    loss_per_step = torch.stack([x.sum() for x in losses[:-1].split(pack.queries_per_step)])
+    count = sum(pack.queries_per_step)  # S
+    loss_per_step = torch.stack([x.sum() for x in losses[:count].split(pack.queries_per_step)])
     num_queries = len(pack.query_tokens)
-    padded = [nn.functional.pad(x, (0, num_queries - len(x))) for x in matches[:-1].split(pack.queries_per_step)]
+    padded = [nn.functional.pad(x, (0, num_queries - len(x))) for x in matches[:count].split(pack.queries_per_step)]
     return total, loss_per_step, torch.stack(padded)
 
 
@@ -103,10 +105,11 @@ class _ChunkedLoss(torch.autograd.Function):
             if weight_grad is not None:
                 weight_grad += _multiply_in_float32(gradient.T, chunk_states)
         if reach_floor < 1:  # a gradient by states is proportional to its weight, which is known only now
-            reach = _weigh_by_reach(matches[:-1], pack.queries_per_step, reach_floor)
-            scaled[:-1] *= reach
+            count = sum(pack.queries_per_step)
+            reach = _weigh_by_reach(matches[:count], pack.queries_per_step, reach_floor)
+            scaled[:count] *= reach
             if states_grad is not None:
-                states_grad[:-1] *= reach[:, None]
+                states_grad[:count] *= reach[:, None]
         ctx.save_for_backward(states_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
         ctx.mark_non_differentiable(losses, matches)
         return scaled.sum(), losses, matches
