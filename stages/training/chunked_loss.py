@@ -43,7 +43,7 @@ def compute_chunked_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the total (scalar, differentiable), the loss [L] summed over the positions of each step, argmax matches [L, P].
 
-    Pairs of state S, one past the last, are those of no supervised position, in a padded pack alone: a row of zeros without weight.
+    Pairs of state S, one past the last, are those of no supervised position in a padded pack: a row of zeros without weight.
     """
     spare = int(pack.padded_size is not None)
     normed = output_head.normalise(torch.cat([*states, torch.zeros_like(states[0][:spare])]))  # [S + spare, H]
