@@ -129,7 +129,7 @@ class Subject(Protocol):
     context: CellContext
     results: ResultsByKind  # filled by the loop of measuring/repeats.py
     is_first: bool = True  # of the processes that measure together: the one that tells of it
-    simulates: bool = False  # whether its engine accepts as many drafts as it is told to
+    simulates: bool = False  # whether acceptance is simulated: the engine accepts as many drafts as configured
 
     def run_turn(self, turns: list[QuestionTurn], load: Load, repeat: int) -> dict[str, LoadResult]:
         """Answer a turn of each question, by kind of decoding; what comes next follows the answers of the first kind.

@@ -239,7 +239,7 @@ class ServingCosts(Section):
     checkpoint: Name  # its shapes count, not its weights
     # the extremes of what you would launch, and trees between them
     trees: TreeNames = Field(default_factory=lambda: ["t3_1_4", "t8_1_9", "t3_4_8", "t5_4_16", "t8_3_32"])
-    # tokens that an engine is told to accept in each cycle, the bonus token among them
+    # tokens that the engine accepts in each cycle, the bonus token among them
     accept_length: Annotated[float, Field(gt=1)] = 3.0
 
 

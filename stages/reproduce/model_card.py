@@ -13,37 +13,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.cells import replay_records
-from stages.cells.record import Record
+from stages.cells import replay_records, training_records
 from stages.cells.replay_records import GroupTau, ReplayedTree
 from stages.cells.table import ResultRow
 from stages.draft import checkpoint
 from stages.params import schema, stage_inputs
 from stages.params.families import find_family
 from stages.params.section import ROOT_CHECKPOINT
+from stages.reporting.stage_reports import SampleReport
 from stages.runtime import atomic
 from stages.target import manifest
 from stages.telemetry.run_stage import run_stage
 
 MOST_TREES = 6
 CHAIN = "t3_1_4"  # by which drafts are compared
-
-
-class SampledAnswers(Record, extra="ignore"):
-    """The count that the card shows of results/sample_report.json."""
-
-    rows_out: int
-
-
-class TrainedEpoch(Record, extra="ignore"):
-    tokens: int
-
-
-class TrainedSegment(Record, extra="ignore"):
-    """The epochs that the card shows of results/train/NAME.json."""
-
-    epochs: list[TrainedEpoch]
-    seconds: float
 
 
 def main(name: str, folder: str, licence: str) -> None:
@@ -89,7 +72,7 @@ def _list_facts(params: schema.Params, name: str, config: dict[str, Any], draft:
     vocabulary = config.get("draft_vocab_size") or made.vocab_size
     size = (draft / "model.safetensors").stat().st_size / 1e6
     yield f"| form | {find_family(config).title}, draft vocabulary of {vocabulary:,} tokens, {settings.dtype}, {size:.1f} MB |"
-    answers = SampledAnswers.read_json(Path("results/sample_report.json"), "sample_target").rows_out
+    answers = SampleReport.read_json(Path("results/sample_report.json"), "sample_target").rows_out
     sampled = params.sample_target
     temperatures = ", ".join(f"{temperature:g}" for temperature, _ in sampled.temperature_weights)
     yield (
@@ -99,8 +82,9 @@ def _list_facts(params: schema.Params, name: str, config: dict[str, Any], draft:
     chain, segments = [], []
     while name != ROOT_CHECKPOINT:
         chain.append(f"artifacts/inputs/train_draft-{name}.json")
-        segments.append(TrainedSegment.read_json(Path(f"results/train/{name}.json"), f"train_draft@{name}"))
-        name = settings.checkpoints[name].from_
+        parent = settings.checkpoints[name].from_
+        segments.append(training_records.read_training(name, parent))
+        name = parent
     epochs, seconds = sum(len(x.epochs) for x in segments), sum(x.seconds for x in segments)
     tokens = segments[0].epochs[0].tokens
     keys = settings.model_dump(
