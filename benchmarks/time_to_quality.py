@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import textalloc
 from matplotlib.figure import Figure
 from ruamel.yaml import YAML
 
@@ -153,21 +154,19 @@ def _append(table: Path, draft: TrainedDraft) -> None:
 
 
 def draw(table: pl.DataFrame, path: Path) -> None:
-    """Draw tau by seconds of training, a curve for each tree, with the drafts' names."""
+    """Draw tau by seconds of training, a curve for each tree, with the drafts' names; other trainers' drafts are hollow."""
     figure = Figure(figsize=(8.4, 4.8), layout="constrained")
     axes = figure.subplots()
-    ordered = table.sort("seconds")
+    own, published = table.filter(pl.col("epochs").is_not_null()).sort("seconds"), table.filter(pl.col("epochs").is_null())
     for tree, marker in zip(TREES, "o^s", strict=True):
-        axes.plot(ordered["seconds"], ordered[tree], marker=marker, label=tree)
-    for seconds, tau, name in ordered.select("seconds", TREES[0], "name").iter_rows():
-        axes.annotate(
-            name, (seconds, tau), xytext=(0, -8), textcoords="offset points", rotation=-35, rotation_mode="anchor",
-            va="top", fontsize=8,
-        )  # fmt: skip
-    axes.margins(x=0.1, y=0.25)
+        (line,) = axes.plot(own["seconds"], own[tree], marker=marker, label=tree)
+        axes.plot(published["seconds"], published[tree], marker, color=line.get_color(), fillstyle="none")
+    seconds, taus = table["seconds"].to_list(), table[TREES[0]].to_list()
+    axes.margins(x=0.1, y=0.1)
     axes.set(xlabel="seconds of training, compiling included", ylabel="tau of new answers, temperature 0")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left")
+    textalloc.allocate(axes, seconds, taus, table["name"].to_list(), x_scatter=seconds, y_scatter=taus, textsize=8)
     figure.savefig(path)
 
 
