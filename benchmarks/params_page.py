@@ -90,7 +90,7 @@ def _render_default(field: FieldInfo) -> str:
 
 def _dump(value: Any) -> Any:
     if isinstance(value, Section):
-        return value.model_dump(by_alias=True, exclude_defaults=True)
+        return value.model_dump(by_alias=True)
     if isinstance(value, dict):
         return {key: _dump(inner) for key, inner in value.items()}
     return value

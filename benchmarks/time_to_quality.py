@@ -157,7 +157,10 @@ def draw(table: pl.DataFrame, path: Path) -> None:
     """Draw tau by seconds of training, a curve for each tree, with the drafts' names; other trainers' drafts are hollow."""
     figure = Figure(figsize=(8.4, 4.8), layout="constrained")
     axes = figure.subplots()
-    own, published = table.filter(pl.col("epochs").is_not_null()).sort("seconds"), table.filter(pl.col("epochs").is_null())
+    own, published = (
+        table.filter(pl.col("epochs").is_not_null()).sort("seconds"),
+        table.filter(pl.col("epochs").is_null()),
+    )
     for tree, marker in zip(TREES, "o^s", strict=True):
         (line,) = axes.plot(own["seconds"], own[tree], marker=marker, label=tree)
         axes.plot(published["seconds"], published[tree], marker, color=line.get_color(), fillstyle="none")

@@ -92,18 +92,18 @@ def test_the_kind_decoded_first_alternates_over_prompts_and_repeats(
     assert begun == warm + expected
 
 
-def test_repeats_end_when_the_speedup_is_known_or_the_budget_is_spent(
+def test_repeats_end_when_the_speedup_is_known_or_the_seconds_are_spent(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One real run of each: nothing is as narrow as a millionth, and anything is narrower than itself twice over."""
-    fixed = measured(project, "eval").point.stopping
-    assert fixed.rule == "repeats" and fixed.repeats == 1
-    line = measured(project, "eval", until={"half_width": 1e-6, "most_repeats": 4})
+    """One real run of each: all answers take more than a microsecond, and no speedup is known to a millionth."""
+    line = measured(project, "eval", repeats=4, until={"half_width": 1e-6})
     spent = line.point.stopping
-    assert (spent.rule, spent.repeats, len(line.point.loads)) == ("most_repeats", 4, 4)
+    assert (spent.rule, spent.repeats, len(line.point.loads)) == ("repeats", 4, 4)
     assert capsys.readouterr().out.count("wanted ±0.0%") == 4
     half = (line.row.speedup_high - line.row.speedup_low) / 2 / line.row.speedup
     assert spent.half_width == pytest.approx(half, rel=1e-12) and half > 1e-6
+    ended = measured(project, "eval", repeats=4, until={"half_width": 1e-6, "most_seconds": 1e-6}).point.stopping
+    assert (ended.rule, ended.repeats) == ("most_seconds", 1)
 
 
 def test_on_a_cpu_each_answer_has_its_processs_own_time(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

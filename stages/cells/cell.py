@@ -43,7 +43,7 @@ class StoppingRecord(Record):
     """How many repeats a measurement took, and why no more."""
 
     repeats: int
-    rule: Literal["repeats", "half_width", "most_repeats"]  # the key of the workload that ended it
+    rule: Literal["repeats", "half_width", "most_seconds"]  # the key of the workload that ended it
     half_width: float | None  # of the speedup's interval, as a share of the speedup; null without an interval
 
 

@@ -1,12 +1,16 @@
 """When a cell has been repeated often enough: docs/workloads.md, "until"."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
-from typing import Literal
 
 from stages.cells import interval
 from stages.cells.cell import PooledSpeedup, StoppingRecord
+from stages.params.benchmark_sections import RepeatUntil
+
+# An interval over two repeats is 12.7 standard errors to either side; of prompts that are decoded both ways it is over prompts.
+FEWEST_COMPARED_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -15,34 +19,31 @@ class RepeatRule:
 
     fewest: int
     most: int
-    # Of the speedup's interval, as a share of the speedup; None: `most` repeats whatever it is.
-    half_width: float | None
+    until: RepeatUntil | None
 
-    def run(
-        self, measure_repeat: Callable[[int], None], measure_half: Callable[[], float | None], prints: bool = True
-    ) -> StoppingRecord:
-        """Measure repeats until one is the last; `measure_half` gives the half-width of all so far."""
-        ended, repeat = None, 0
-        while ended is None:
-            measure_repeat(repeat)
-            repeat += 1
-            ended = self.judge(repeat, measure_half(), prints)
-        return ended
+    def judge(
+        self, repeats: int, half_width: float | None, seconds: float, prints: bool = True
+    ) -> StoppingRecord | None:
+        """Return why a measurement ends after so many repeats and seconds; None while it goes on.
 
-    def judge(self, repeats: int, half_width: float | None, prints: bool = True) -> StoppingRecord | None:
-        """Return why a measurement of this half-width ends after so many repeats; None while it goes on.
-
-        Where the number of repeats is not fixed, a line says how far it is, unless `prints` is False.
+        `half_width` is half of the speedup's interval as a share of it, None without an interval. A line says how far it is,
+        unless `prints` is False.
         """
-        wanted = self.half_width
-        if wanted is not None and prints:
+        ended = partial(StoppingRecord, repeats=repeats, half_width=half_width)
+        if self.until and self.most > 1 and prints:
             known = "no interval yet" if half_width is None else f"speedup known to ±{half_width:.1%}"
-            print(f"repeat {repeats} of at most {self.most}: {known}, wanted ±{wanted:.1%}", flush=True)
-        if wanted is not None and half_width is not None and repeats >= self.fewest and half_width <= wanted:
-            return StoppingRecord(repeats=repeats, rule="half_width", half_width=half_width)
+            print(
+                f"repeat {repeats} of at most {self.most}: {known}, wanted ±{self.until.half_width:.1%}; {seconds:.0f} s of "
+                f"{self.until.most_seconds:g}",
+                flush=True,
+            )
         if repeats >= self.most:
-            ended_by: Literal["repeats", "most_repeats"] = "repeats" if wanted is None else "most_repeats"
-            return StoppingRecord(repeats=repeats, rule=ended_by, half_width=half_width)
+            return ended(rule="repeats")
+        if self.until and repeats >= self.fewest:
+            if half_width is not None and half_width <= self.until.half_width:
+                return ended(rule="half_width")
+            if seconds >= self.until.most_seconds:
+                return ended(rule="most_seconds")
         return None
 
 

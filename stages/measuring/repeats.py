@@ -2,13 +2,12 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import TypeVar
 
 from stages.cells import metrics, points, request_record, stopping
 from stages.cells.cell import PLAIN, SPECULATIVE, PooledSpeedup, StoppingRecord
 from stages.cells.points import RepeatRecords
-from stages.cells.stopping import RepeatRule
+from stages.cells.stopping import FEWEST_COMPARED_REPEATS, RepeatRule
 from stages.engines.cell_engine import CellEngine, LoadResult, RepeatResults, ResultsByKind, Subject
 from stages.params.tree_shape import Load
 
@@ -21,14 +20,31 @@ def measure_repeats(cell: CellEngine) -> dict[Load, StoppingRecord]:
 
     Subjects that can't be open at once are opened for each repeat, in alternating order.
     """
-    workload, ended = cell.context.workload, dict[Load, StoppingRecord]()
-    rule = RepeatRule(workload.fewest_repeats, workload.most_repeats, workload.half_width)
+    ended = dict[Load, StoppingRecord]()
     with cell.open(cell.subjects) if cell.fits_together else contextlib.nullcontext():
         for loads in cell.group_loads():
-            measure = partial(_measure_repeat, cell, loads)
-            found = rule.run(measure, partial(_measure_widest_half, cell, loads), prints=cell.is_first)
+            repeat, found = 0, None
+            while found is None:
+                _measure_repeat(cell, loads, repeat)
+                repeat += 1
+                half_width, seconds = _measure_widest_half(cell, loads), _sum_seconds(cell, loads)
+                found = _find_rule(cell).judge(repeat, half_width, seconds, prints=cell.is_first)
             ended |= dict.fromkeys(loads, found)
     return ended
+
+
+def _find_rule(cell: CellEngine) -> RepeatRule:
+    """Return when the cell's repeats end: those of plain or speculative decoding alone are a fixed number."""
+    workload = cell.context.workload
+    until = workload.until if len(join_results(cell)) > 1 else None
+    return RepeatRule(1 if cell.in_turns else FEWEST_COMPARED_REPEATS, workload.repeats, until)
+
+
+def _sum_seconds(cell: CellEngine, loads: list[Load]) -> float:
+    """Return the seconds of all repeats of the loads so far; those of all processes, so that all end after the same repeat."""
+    repeats = [of_load for found in join_results(cell).values() for load in loads for of_load in found.get(load, ())]
+    turns = [result.records for results in repeats for result in results]
+    return sum(request_record.summarise_load(records).duration_s for records in turns)
 
 
 def _measure_repeat(cell: CellEngine, loads: list[Load], repeat: int) -> None:
@@ -80,9 +96,10 @@ def run_load(subject: Subject, load: Load, repeat: int) -> None:
     for kind, turn_results in found.items():
         subject.results.setdefault(kind, {}).setdefault(load, []).append(turn_results)
         if subject.is_first:
-            repeats = f" ({repeat + 1} of {context.workload.most_repeats})" if context.workload.most_repeats > 1 else ""
+            most = context.workload.repeats
+            of_most = f" ({repeat + 1} of {'at most ' if context.workload.until else ''}{most})" if most > 1 else ""
             found_words = _describe_turns(turn_results, subject.simulates)
-            print(f"{subject.name}, {kind}, {load}{repeats}: {found_words}", flush=True)
+            print(f"{subject.name}, {kind}, {load}{of_most}: {found_words}", flush=True)
 
 
 def _describe_turns(turns: list[LoadResult], simulates: bool) -> str:

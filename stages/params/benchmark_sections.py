@@ -29,14 +29,11 @@ from stages.params.tree_shape import SGLANG_SCORING, Load, ScoringName, parse_sh
 Rate = Annotated[Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")], TEXT_OR_NUMBER]
 
 
-FEWEST_COMPARED_REPEATS = 3  # an interval over two repeats is 12.7 standard errors to either side
-
-
 class RepeatUntil(Section):
     """Repeats until the speedup is known well enough: docs/workloads.md."""
 
-    half_width: Share  # of the speedup's 95% interval, as a share of the speedup
-    most_repeats: Annotated[int, Field(ge=FEWEST_COMPARED_REPEATS)]
+    half_width: Share = 0.05  # of the speedup's 95% interval, as a share of the speedup
+    most_seconds: Positive = 60  # of measured decoding, plain and speculative: no repeat begins after
 
 
 class Workload(Section):
@@ -63,9 +60,9 @@ class Workload(Section):
     request_rate: Rate = "inf"  # requests per second, Poisson; inf: all at once
     concurrency: CountOrGrid | None = 1  # requests in flight at once; a list is a sweep; null: no limit
     warmup: Annotated[int, Field(ge=0)] = 1  # unmeasured requests before
-    repeats: Count = 3  # of the whole load; intervals are over repeats
-    # {half_width: 0.05, most_repeats: 8}: repeat until the speedup is known to 5%, 8 times at most
-    until: RepeatUntil | None = None
+    repeats: Count = 3  # of the whole load at most; intervals are over repeats
+    # fewer repeats where a cell measures plain decoding too: until the speedup is known; null: always `repeats`
+    until: RepeatUntil | None = RepeatUntil()
     deadline_s: Positive = 600  # timeout of one request
     # grade answers of gsm8k and math500 by the set's own; of humaneval by running the generated code
     grade: bool = False
@@ -88,27 +85,9 @@ class Workload(Section):
             raise ValueError(
                 f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1, or random prompts"
             )
-        if self.until and self.until.most_repeats < self.repeats:
-            raise ValueError(
-                f"until.most_repeats is {self.until.most_repeats}, expected at least repeats, {self.repeats}"
-            )
         if self.stop is not None and self.stop <= self.start:
             raise ValueError(f"stop is {self.stop}, expected more than start, {self.start}; no prompt is between")
         return self
-
-    @property
-    def fewest_repeats(self) -> int:
-        """Return the repeats before a measurement may end."""
-        return max(self.repeats, FEWEST_COMPARED_REPEATS) if self.until else self.repeats
-
-    @property
-    def most_repeats(self) -> int:
-        return self.until.most_repeats if self.until else self.repeats
-
-    @property
-    def half_width(self) -> float | None:
-        """Return how well the speedup is to be known; None where the number of repeats is fixed."""
-        return self.until.half_width if self.until else None
 
     @property
     def requests_per_second(self) -> float:
@@ -173,10 +152,6 @@ class Benchmark(Section):
                 raise ValueError(
                     f"torch_workloads: workload {name} has request_rate {rate}, expected inf: the torch engine has no arrival "
                     "times; serve it (benchmark_served)"
-                )
-            if self.mode != "both" and self.workloads[name].until:
-                raise ValueError(
-                    f"mode is {self.mode}, expected both while workload {name} has `until`; set it to null"
                 )
         if self.samples_drafts:
             for tree in (tree for tree in map(parse_shape, self.trees) if tree.topk > 1):

@@ -139,12 +139,7 @@ class Params(Section):
     def _check_workloads(self) -> None:
         """Raise ValueError for workloads that no engine or prompt set fits."""
         for name in self.benchmark_served.workloads:
-            workload = get_named(self.benchmark.workloads, name, "benchmark.workloads")
-            if workload.until and not self.benchmark_served.interleave:
-                raise ValueError(
-                    f"benchmark.workloads.{name}.until is set and the workload served, expected benchmark_served.interleave: "
-                    "true, so that a cell knows its speedup while it measures; set it, or until to null"
-                )
+            get_named(self.benchmark.workloads, name, "benchmark.workloads")
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
             raise ValueError(
                 f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
@@ -177,7 +172,6 @@ class Params(Section):
                 ("ignore_eos", is_endless, True, "simulated answers have no end"),
                 ("request_rate", workload.request_rate, "inf", "the batch would follow the arrivals"),
                 ("grade", workload.grade, False, "simulated answers are meaningless"),
-                ("until", workload.until, None, "servers are measured one after the other"),
             ):
                 if found != expected:
                     raise ValueError(

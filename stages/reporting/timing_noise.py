@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from stages.cells.cell import StoppingRecord
 from stages.cells.table import TableLine
 from stages.cells.timing_grid import TimingGrid
 
@@ -30,7 +29,6 @@ class TimedCell:
     high: float | None
     prefill_s: float | None  # None where it holds waiting in a queue
     process_share: float | None  # of the wall time; None on a GPU
-    stopping: StoppingRecord | None
 
     def list_odd(self, peers: list["TimedCell"]) -> Iterator[str]:
         """Yield what is odd, by itself and beside the cells that decode the same."""
@@ -43,10 +41,6 @@ class TimedCell:
         if self.prefill_s and prefills and not 1 / FAR_PREFILL <= self.prefill_s / median(prefills) <= FAR_PREFILL:
             yield f"a prefill of {self.prefill_s:.3f} s beside its neighbours' {median(prefills):.3f}"
         yield from _list_busy(self.process_share)
-        if self.stopping and self.stopping.rule == "most_repeats":
-            half = self.stopping.half_width
-            precision = "without an interval" if half is None else f"at ±{half:.0%} of its speedup"
-            yield f"its {self.stopping.repeats} repeats, the most, were spent {precision}"
 
 
 @dataclass(frozen=True)
@@ -117,5 +111,4 @@ def time_line(line: TableLine) -> TimedCell | None:
         high=row.speedup_high and row.speedup_high / row.speedup,
         prefill_s=row.ttft_mean_s if row.in_turns else None,
         process_share=point.process_share,
-        stopping=point.stopping,
     )

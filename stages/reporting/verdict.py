@@ -269,7 +269,9 @@ def judge_load(
         tree.high is not None and tree.high < 1 for tree in known
     ):
         return VerdictLine(conditions, "plain", "Do not speculate", text, next_step, best)
-    again = f"dvc repro -fs {best.stage} on an idle machine, or set benchmark.workloads.{conditions.workload}.until"
+    again = (
+        f"dvc repro -fs {best.stage} on an idle machine, or raise benchmark.workloads.{conditions.workload}.num_prompts"
+    )
     return VerdictLine(
         conditions, "noisy", NOISY, text, again if conditions.workload else "raise time_trees.repeats", best
     )

@@ -360,7 +360,7 @@ class _Hours:
         cells, ways = len(b.checkpoints) * len(b.trees), 2 if b.mode == "both" else 1
         for name in b.torch_workloads:
             workload = b.workloads[name]
-            seconds = workload.most_repeats * sum(self._list_load_seconds(True, workload))
+            seconds = workload.repeats * sum(self._list_load_seconds(True, workload))
             derivation = f"{cells} cells * {ways} ways * {seconds:.0f} s of plain decoding"
             gpu_seconds = cells * ways * seconds * b.num_gpus_per_model
             # Prompts are divided over the copies of the target; the sum of GPU-seconds stays.
@@ -374,7 +374,7 @@ class _Hours:
         stages += [("serving_costs", name, 1 + len(timed.trees)) for name in timed.workloads]
         for engine, (stage, name, servers) in product(served.engines, stages):
             workload, tp = self.p.benchmark.workloads[name], served.servers[engine].tp
-            load = workload.most_repeats * sum(self._list_load_seconds(False, workload))
+            load = workload.repeats * sum(self._list_load_seconds(False, workload))
             derivation = f"{servers} servers * ({SERVER_START_S} s + {load:.0f} s of plain decoding)"
             self.result.add_hours(f"{stage}, {engine}, {name}", servers * (SERVER_START_S + load) * tp, derivation, tp)
 

@@ -4,24 +4,26 @@ import pytest
 
 from stages.cells import interval
 from stages.cells.stopping import RepeatRule, measure_loads_half_width
+from stages.params.benchmark_sections import RepeatUntil
 
 
 @pytest.mark.parametrize(
-    ("repeats", "half_width", "rule"),
-    [(1, 0.01, None), (2, 0.01, None), (3, 0.04, "half_width"), (3, 0.06, None), (7, None, None), (8, 0.06, "most_repeats"),
-     (8, None, "most_repeats"), (8, 0.05, "half_width")],
+    ("repeats", "half_width", "seconds", "rule"),
+    [(1, 0.01, 5, None), (2, 0.01, 5, "half_width"), (2, 0.06, 5, None), (2, 0.06, 60, "most_seconds"),
+     (3, None, 60, "most_seconds"), (1, None, 90, None), (8, 0.06, 5, "repeats")],
 )  # fmt: skip
-def test_repeats_end_by_the_half_width_or_the_budget(repeats: int, half_width: float | None, rule: str | None) -> None:
-    found = RepeatRule(fewest=3, most=8, half_width=0.05).judge(repeats, half_width)
+def test_repeats_end_by_the_half_width_the_seconds_or_their_number(
+    repeats: int, half_width: float | None, seconds: float, rule: str | None
+) -> None:
+    found = RepeatRule(fewest=2, most=8, until=RepeatUntil()).judge(repeats, half_width, seconds)
     assert (found and found.rule) == rule and (found is None or found.repeats == repeats)
 
 
-@pytest.mark.parametrize("half_width", [None, 1e-9])
-def test_a_fixed_number_is_neither_more_nor_less(half_width: float | None, capsys: pytest.CaptureFixture[str]) -> None:
-    rule = RepeatRule(fewest=2, most=2, half_width=None)
-    assert rule.judge(1, half_width) is None
-    found = rule.judge(2, half_width)
-    assert found and (found.rule, found.half_width) == ("repeats", half_width)
+def test_a_fixed_number_is_neither_more_nor_less(capsys: pytest.CaptureFixture[str]) -> None:
+    rule = RepeatRule(fewest=1, most=2, until=None)
+    assert rule.judge(1, 1e-9, 1e9) is None
+    found = rule.judge(2, 1e-9, 1e9)
+    assert found and (found.rule, found.half_width) == ("repeats", 1e-9)
     assert capsys.readouterr().out == ""
 
 

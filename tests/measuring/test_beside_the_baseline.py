@@ -114,13 +114,13 @@ def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
     halves, order = iter([None, 0.2, 0.06, 0.04]), []
     monkeypatch.setattr(repeats, "_measure_widest_half", lambda cell, loads: next(halves))
     monkeypatch.setattr(repeats, "run_load", lambda server, load, repeat: order.append((server.name, load, repeat)))
-    until = {"half_width": 0.05, "most_repeats": 8}
-    loads = {"max_new_tokens": 9, "concurrency": [1, 4]}
-    context = SimpleNamespace(workload=Workload.model_validate({**EVAL, **loads, "until": until}))
+    loads = {"max_new_tokens": 9, "concurrency": [1, 4], "repeats": 8, "until": {}}
+    context = SimpleNamespace(workload=Workload.model_validate({**EVAL, **loads}))
     pair = ["baseline", "drafts"]
     cell: Any = SimpleNamespace(
         context=context,
-        subjects=[SimpleNamespace(name=name, context=context) for name in pair],
+        subjects=[SimpleNamespace(name=name, context=context, results={name: {}}) for name in pair],
+        in_turns=False,
         fits_together=is_together,
         is_first=True,
         group_loads=lambda: [context.workload.list_loads()],

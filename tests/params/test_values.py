@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 
 from stages.params import schema
-from tests.params.params_edits import (
-    LEAVES,
-    NUMBERS,
-    edit_params_text,
-    list_problems,
-    read_refusal,
-    set_value,
-    set_values,
-)
+from tests.params.params_edits import LEAVES, NUMBERS, edit_params_text, list_problems, set_value, set_values
 
 UNTIL = ("benchmark", "workloads", "eval", "until")
 SET_COLUMNS = ("prepare_prompts", "sets", "columns")  # of any set
@@ -62,17 +54,6 @@ def test_a_draft_of_few_steps_is_held_to_a_threshold_that_it_can_reach(ttt_steps
     """Bug: check_overfit.min_tau was 6.0 by default, and refused every ttt_steps below 5."""
     set_value(("train_draft", "ttt_steps"), ttt_steps)
     assert 1 < schema.load_params().check_overfit.choose_min_tau(ttt_steps) < ttt_steps + 1
-
-
-def test_a_served_workload_repeats_until_only_beside_its_own_baseline() -> None:
-    until: dict[tuple[str, ...], Any] = {UNTIL: {"half_width": 0.05, "most_repeats": 8}}
-    set_values(until)
-    assert schema.load_params().benchmark.workloads["eval"].fewest_repeats == 3
-    until[("benchmark_served", "workloads")] = ["eval"]
-    set_values(until)
-    assert "expected benchmark_served.interleave: true" in read_refusal()
-    set_values(until | {("benchmark_served", "interleave"): True})
-    schema.load_params()
 
 
 @pytest.mark.parametrize(

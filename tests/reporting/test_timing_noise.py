@@ -3,7 +3,7 @@
 import pytest
 
 from stages.cells import table
-from stages.cells.cell import Cell, StoppingRecord
+from stages.cells.cell import Cell
 from stages.cells.table import TableLine
 from stages.reporting.timing_noise import find_timing_remarks
 from tests import costs
@@ -58,12 +58,3 @@ def test_a_load_beside_a_busy_process_is_told_and_its_baseline_compared() -> Non
     assert busy.startswith("t5_1_6 with e009 (load, 64 tokens, concurrency 8): another process had the CPU")
     assert slow.startswith("t8_1_9 with e009 (load, 64 tokens, concurrency 8): plain decoding, ")
     assert slow.endswith("dvc repro -fs benchmark@load-e009-t8_1_9")
-
-
-def test_a_budget_that_did_not_suffice_is_told() -> None:
-    stopping = StoppingRecord(repeats=8, rule="most_repeats", half_width=0.123)
-    cells = [timed_cell(tree) for tree in TREES]
-    cells[0].points[0].stopping = stopping
-    cells[1].points[0].stopping = stopping.model_copy(update={"rule": "half_width"})
-    (remark,) = say(*cells)
-    assert "t5_1_6 with e009 (eval): its 8 repeats, the most, were spent at ±12% of its speedup; again" in remark

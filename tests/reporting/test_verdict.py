@@ -163,7 +163,7 @@ def test_an_interval_that_holds_1_is_never_the_advice() -> None:
     assert found.kind == "noisy" and "Launch" not in found.headline
     assert found.headline == (
         "Timings are too noisy to say at concurrency 1: the best measured, t5_1_6 with e009, is 1.74x (0.72 to 3.53); "
-        "dvc repro -fs benchmark@eval-e009-t5_1_6 on an idle machine, or set benchmark.workloads.eval.until"
+        "dvc repro -fs benchmark@eval-e009-t5_1_6 on an idle machine, or raise benchmark.workloads.eval.num_prompts"
     )
 
 
