@@ -109,23 +109,13 @@ def preload_stages(number: int) -> Iterator[None]:
     with TemporaryDirectory(prefix="aerie-") as folder:  # readable by this user only
         notify_guard(f"made {folder}")
         address = str(Path(folder) / "fork_server")
-        server = subprocess.Popen(
-            [sys.executable, "-m", "stages.telemetry.fork_server", address],
-            # torch counts GPUs at import through NVML, since a process that has initialised CUDA cannot be forked.
-            env=_build_environment() | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
-            stdin=subprocess.PIPE,  # the server ends with this pipe
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # a stage that cannot import torch says so itself
-            start_new_session=True,
-        )
+        server = fork_server.start_server(address, os.getpid(), _build_environment())
         os.environ[fork_server.ADDRESS_VARIABLE] = address
         try:
             yield
         finally:
             del os.environ[fork_server.ADDRESS_VARIABLE]
-            assert server.stdin
-            server.stdin.close()
-            server.terminate()  # it may still be importing
+            server.terminate()
             server.wait()
 
 

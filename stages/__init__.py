@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType, TracebackType
 
 # How long a thread of torch on a CPU spins for its next work before it sleeps, where the user sets neither: some ten µs instead
@@ -38,7 +39,8 @@ if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_
 if sys.argv[:1] == ["-m"]:
     sys.excepthook = end_without_memory
 
-if "AERIE_FORK_SERVER" in os.environ:  # set by `aerie run` for the commands of dvc.yaml
+# Set by `aerie run` for the commands of dvc.yaml, or left by an earlier stage of a bare `dvc repro`.
+if "AERIE_FORK_SERVER" in os.environ or (sys.argv[:1] == ["-m"] and Path(".scratch/fork_server").exists()):
     from stages.telemetry import fork_server
 
     fork_server.run_forked()

@@ -26,16 +26,15 @@ def start_fork_server() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
         address = Path(folder) / "socket"
         start = f"from stages.telemetry import fork_server as it; it.PRELOADED += {PRELOADED}; it.main()"
-        command = [sys.executable, "-c", start, str(address)]
+        command = [sys.executable, "-c", start, str(address), str(os.getpid())]
         # Packages may be on the PYTHONPATH, as on a machine without an environment of this project's.
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-        with subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE) as server:
+        with subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL) as server:
             try:
                 _wait_until_listening(server, address)
                 yield str(address)
             finally:
-                assert server.stdin
-                server.stdin.close()
+                server.terminate()
 
 
 def _wait_until_listening(server: subprocess.Popen[bytes], address: Path) -> None:

@@ -1,5 +1,6 @@
 """When a cell has been repeated often enough: docs/workloads.md, "until"."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -7,7 +8,6 @@ from statistics import fmean
 
 from stages.cells import interval
 from stages.cells.cell import PooledSpeedup, StoppingRecord
-from stages.params.benchmark_sections import RepeatUntil
 
 # An interval over two repeats is 12.7 standard errors to either side; of prompts that are decoded both ways it is over prompts.
 FEWEST_COMPARED_REPEATS = 3
@@ -19,7 +19,9 @@ class RepeatRule:
 
     fewest: int
     most: int
-    until: RepeatUntil | None
+    # Of the speedup's interval, as a share of the speedup; None: `most` repeats whatever it is.
+    half_width: float | None
+    most_seconds: float = math.inf
 
     def judge(
         self, repeats: int, half_width: float | None, seconds: float, prints: bool = True
@@ -30,19 +32,16 @@ class RepeatRule:
         unless `prints` is False.
         """
         ended = partial(StoppingRecord, repeats=repeats, half_width=half_width)
-        if self.until and self.most > 1 and prints:
+        if self.half_width is not None and self.most > 1 and prints:
             known = "no interval yet" if half_width is None else f"speedup known to ±{half_width:.1%}"
-            print(
-                f"repeat {repeats} of at most {self.most}: {known}, wanted ±{self.until.half_width:.1%}; {seconds:.0f} s of "
-                f"{self.until.most_seconds:g}",
-                flush=True,
-            )
+            wanted = f"wanted ±{self.half_width:.1%}; {seconds:.0f} s of {self.most_seconds:g}"
+            print(f"repeat {repeats} of at most {self.most}: {known}, {wanted}", flush=True)
         if repeats >= self.most:
             return ended(rule="repeats")
-        if self.until and repeats >= self.fewest:
-            if half_width is not None and half_width <= self.until.half_width:
+        if self.half_width is not None and repeats >= self.fewest:
+            if half_width is not None and half_width <= self.half_width:
                 return ended(rule="half_width")
-            if seconds >= self.until.most_seconds:
+            if seconds >= self.most_seconds:
                 return ended(rule="most_seconds")
         return None
 

@@ -36,8 +36,10 @@ def measure_repeats(cell: CellEngine) -> dict[Load, StoppingRecord]:
 def _find_rule(cell: CellEngine) -> RepeatRule:
     """Return when the cell's repeats end: those of plain or speculative decoding alone are a fixed number."""
     workload = cell.context.workload
-    until = workload.until if len(join_results(cell)) > 1 else None
-    return RepeatRule(1 if cell.in_turns else FEWEST_COMPARED_REPEATS, workload.repeats, until)
+    fewest = 1 if cell.in_turns else FEWEST_COMPARED_REPEATS
+    if workload.until is None or len(join_results(cell)) < 2:
+        return RepeatRule(fewest, workload.repeats, None)
+    return RepeatRule(fewest, workload.repeats, workload.until.half_width, workload.until.most_seconds)
 
 
 def _sum_seconds(cell: CellEngine, loads: list[Load]) -> float:

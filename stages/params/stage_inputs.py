@@ -32,6 +32,7 @@ from stages.runtime.stage_code import CODE, digest_stage
 INPUTS_FOLDER = RUN_PARAMS.parent
 RUN_NOTE = Path(".scratch/inputs_run")
 RUN_MARK_VARIABLE = "AERIE_RUN"  # as in pipeline/processes.py: set for all that a run of aerie's starts
+DVC_VARIABLE = "AERIE_DVC"  # as in telemetry/fork_server.py: the process id of the DVC that a forked stage is of
 ABSENT = object()
 MOST_NAMED = 5  # changes in a message
 Inputs = dict[str, dict[str, Any]]  # "params" by key, "code" by file, "paths" by key
@@ -416,23 +417,31 @@ def check_inputs(name: str) -> None:
 def note_run() -> None:
     """Note which DVC runs `inputs`: the stages that it runs later belong to these inputs, whatever is edited meanwhile."""
     RUN_NOTE.parent.mkdir(exist_ok=True)
-    RUN_NOTE.write_text(_identify_dvc(), encoding="utf-8")
+    RUN_NOTE.write_text(_name_dvc(), encoding="utf-8")
 
 
 def is_run_of_inputs() -> bool:
     """Return whether this stage is of a run that began with `inputs`: one of aerie's, or of the same DVC."""
     if RUN_MARK_VARIABLE in os.environ:
         return True
-    return RUN_NOTE.exists() and RUN_NOTE.read_text(encoding="utf-8") == _identify_dvc()
+    return RUN_NOTE.exists() and RUN_NOTE.read_text(encoding="utf-8") == _name_dvc()
 
 
-def _identify_dvc() -> str:
-    """Return what names the nearest DVC process above this one; "" where there is none."""
+def _name_dvc() -> str:
+    dvc = find_dvc()
+    return f"{dvc.pid} {dvc.create_time()}" if dvc else ""
+
+
+def find_dvc() -> psutil.Process | None:
+    """Return the DVC that runs this stage: the nearest above this process, or that of the process it is forked for."""
+    with suppress(psutil.Error):
+        if found := os.environ.get(DVC_VARIABLE):
+            return psutil.Process(int(found))
     for process in psutil.Process().parents():
         with suppress(psutil.Error):
             if any("dvc" in word for word in process.cmdline()[:3]):
-                return f"{process.pid} {process.create_time()}"
-    return ""
+                return process
+    return None
 
 
 def list_differences(before: Inputs, after: Inputs) -> list[str]:

@@ -4,11 +4,12 @@
       └─ DVC ── python -m stages.benchmark ... ──> client: sends its words, environment, folder and open files
                                                       └──> the server forks; the fork runs the stage, the client waits
 
-The command lines of dvc.yaml are unchanged. Without the variable AERIE_FORK_SERVER, or before the server listens, they run
-where they are started. Only packages of others are preloaded, never a module of aerie, so a fork runs the code that lies in
-its folder, as a new process does.
+Of a bare `dvc repro` the first stage that is more than a moment's work starts the server, which ends with that DVC. The command
+lines of dvc.yaml are unchanged: where no server listens, or not yet, they run where they are started. Only packages of others
+are preloaded, never a module of aerie, so a fork runs the code that lies in its folder, as a new process does.
 
-A stage has a process group of its own. A signal to the client goes to the whole group; the end of the client ends it.
+A stage has a process group of its own. A signal to the client goes to the whole group; the end of the client ends it, and so
+does the end of the run or the DVC that owns the server.
 """
 
 import atexit
@@ -21,10 +22,12 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +40,9 @@ PRELOADED = (
     "torch", "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3",
     "pydantic.json_schema", "ruamel.yaml",
 )  # fmt: skip
+DVC_VARIABLE = "AERIE_DVC"  # the process id of the bare DVC that a fork's stage is of
+NOTE = Path(".scratch/fork_server")  # of a bare DVC: its process id, and the address of its server
+BRIEF = {"inputs", "report", "prepare_prompts"}  # stages that import no torch: alone stale, they start no server
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STANDARD_FILES = (0, 1, 2)
 LENGTH = struct.Struct("!I")  # of a request, before it
@@ -60,8 +66,36 @@ def run_forked() -> None:
 
     Return without doing anything where this process is no `python -m stages.NAME`, or no server listens.
     """
-    if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith("stages."):
-        run_module_forked(os.environ.pop(ADDRESS_VARIABLE), sys.orig_argv[2], sys.orig_argv[3:])
+    is_stage = sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith("stages.")
+    if is_stage and sys.orig_argv[2] != __name__ and (address := _find_server()):
+        run_module_forked(address, sys.orig_argv[2], sys.orig_argv[3:])
+
+
+def _find_server() -> str | None:
+    """Return the address of the server of the run, or of the DVC, that this process belongs to."""
+    if address := os.environ.pop(ADDRESS_VARIABLE, None):
+        return address
+    owner, address = read_note()
+    if owner not in _list_ancestors():
+        return None
+    os.environ[DVC_VARIABLE] = str(owner)
+    return address
+
+
+def read_note() -> tuple[int, str | None]:
+    """Return the process that owns the noted server, and the server's address; (0, None) without a note."""
+    try:
+        owner, address = NOTE.read_text(encoding="utf-8").split("\n")
+        return int(owner), address
+    except (OSError, ValueError):
+        return 0, None
+
+
+def _list_ancestors() -> Iterator[int]:
+    process = os.getppid()
+    while process > 1:
+        yield process
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def run_module_forked(address: str, module: str, words: list[str]) -> None:
@@ -90,18 +124,46 @@ def run_module_forked(address: str, module: str, words: list[str]) -> None:
 # The server
 
 
-def serve(listener: socket.socket) -> StageRequest:
-    """Fork for each client -> in a fork the client's request. The server itself exits when its standard input ends."""
+def start_server(address: str, owner: int, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
+    """Start a server at an address in a folder of its own; it ends with the process `owner`, and removes the folder."""
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, address, str(owner)],
+        # torch counts GPUs at import through NVML, since a process that has initialised CUDA cannot be forked.
+        env={**environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # a stage that cannot import torch says so itself
+        start_new_session=True,
+    )
+
+
+def start_for_dvc(stage: str, owner: int) -> None:
+    """Start the server of a bare DVC, process `owner`, for the stages after this one; unless it has one, or needs none."""
+    if stage.partition("@")[0] in BRIEF or read_note()[0] == owner or not hasattr(os, "pidfd_open"):
+        return
+    address = str(Path(tempfile.mkdtemp(prefix="aerie-")) / "fork_server")  # readable by this user only
+    NOTE.parent.mkdir(exist_ok=True)
+    NOTE.write_text(f"{owner}\n{address}", encoding="utf-8")
+    start_server(address, owner)
+
+
+def serve(listener: socket.socket, owner: int) -> StageRequest:
+    """Fork for each client -> in a fork the client's request. The server itself exits when the process `owner` ends."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
-    selector.register(STANDARD_FILES[0], selectors.EVENT_READ)
+    selector.register(owner, selectors.EVENT_READ)
     clients: dict[int, socket.socket] = {}  # by the process id of their stage
     while True:
         for key, _ in selector.select():
             if key.fileobj is listener:
                 if request := _fork_stage(listener.accept()[0], selector, clients):
                     return request
-            elif key.data is None:  # the run has ended; if it was killed, its guard ends what is left
+            elif key.data is None:  # the owner has ended; stages are left only where it was killed
+                for stage in clients:
+                    os.killpg(stage, signal.SIGKILL)
+                with suppress(OSError):
+                    Path(listener.getsockname()).unlink()
+                    Path(listener.getsockname()).parent.rmdir()
                 os._exit(0)
             elif key.data in clients:  # else the stage's end was read just before its client's
                 if key.fileobj is clients[key.data]:
@@ -173,7 +235,7 @@ def _become(request: StageRequest) -> None:
 
 
 def main() -> None:
-    (address,) = sys.argv[1:]
+    address, owner = sys.argv[1], os.pidfd_open(int(sys.argv[2]))
     gc.disable()  # what is imported stays; looking through it again and again takes a sixth of the time
     for module in PRELOADED:
         importlib.import_module(module)
@@ -182,7 +244,8 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
-        request = serve(listener)
+        request = serve(listener, owner)
+    os.close(owner)
     _become(request)
     runpy.run_module(request.module, run_name="__main__", alter_sys=True)
     # A stage that ended well leaves here; taking the interpreter apart would copy the memory it shares with the server: 0.4 s.

@@ -15,7 +15,7 @@ from threading import Event
 from stages.params import stage_inputs
 from stages.params.schema import load_params
 from stages.runtime import scratch
-from stages.telemetry import stage_log, unfinished
+from stages.telemetry import fork_server, stage_log, unfinished
 from stages.telemetry.interruption import INTERRUPTED, escape_controls, filter_terminal, watch_ctrl_c
 from stages.telemetry.machine_errors import explain_machine_error
 
@@ -71,6 +71,8 @@ def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
             stage = _stage_name(sys.argv)
             if os.environ.get("DVC_STAGE", "inputs") != "inputs" and "RANK" not in os.environ:
                 stage_inputs.check_inputs(os.environ["DVC_STAGE"])
+                if stage_inputs.RUN_MARK_VARIABLE not in os.environ and (dvc := stage_inputs.find_dvc()):
+                    fork_server.start_for_dvc(stage, dvc.pid)
             if stage != "inputs":  # of `aerie stale` too, beside a run
                 watched.enter_context(scratch.lock_stage(stage))
             unfinished.begin_stage(stage)

@@ -4,7 +4,6 @@ import pytest
 
 from stages.cells import interval
 from stages.cells.stopping import RepeatRule, measure_loads_half_width
-from stages.params.benchmark_sections import RepeatUntil
 
 
 @pytest.mark.parametrize(
@@ -15,12 +14,12 @@ from stages.params.benchmark_sections import RepeatUntil
 def test_repeats_end_by_the_half_width_the_seconds_or_their_number(
     repeats: int, half_width: float | None, seconds: float, rule: str | None
 ) -> None:
-    found = RepeatRule(fewest=2, most=8, until=RepeatUntil()).judge(repeats, half_width, seconds)
+    found = RepeatRule(fewest=2, most=8, half_width=0.05, most_seconds=60).judge(repeats, half_width, seconds)
     assert (found and found.rule) == rule and (found is None or found.repeats == repeats)
 
 
 def test_a_fixed_number_is_neither_more_nor_less(capsys: pytest.CaptureFixture[str]) -> None:
-    rule = RepeatRule(fewest=1, most=2, until=None)
+    rule = RepeatRule(fewest=1, most=2, half_width=None)
     assert rule.judge(1, 1e-9, 1e9) is None
     found = rule.judge(2, 1e-9, 1e9)
     assert found and (found.rule, found.half_width) == ("repeats", 1e-9)

@@ -45,7 +45,7 @@ def test_a_forked_stage_ends_with_its_run(started: subprocess.Popen[str], number
     stage, server = map(int, read_until(started, "asleep").split()[1:3])
     assert "stages.telemetry.fork_server" in psutil.Process(server).cmdline()
     assert psutil.Process(stage).environ()["AERIE_RUN"]  # by which the guard finds it
-    address = Path(psutil.Process(server).cmdline()[-1]).parent
+    address = Path(psutil.Process(server).cmdline()[-2]).parent
     started.send_signal(number)
     assert started.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
     assert has_ended(stage) and has_ended(server)

@@ -71,17 +71,15 @@ def environment(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     (folder / "sndhdr_of_no_stage.py").touch()
     address = folder / "socket"
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(address)],
+        [sys.executable, "-c", SERVER, str(address), str(os.getpid())],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
         start_new_session=True,
     )
-    assert server.stdin
     wait_for(address.exists)
     yield os.environ | {"WORD": "spoken", fork_server.ADDRESS_VARIABLE: str(address), "PYTHONPATH": ""}
-    server.stdin.close()
-    assert server.wait(30) == 0
+    server.terminate()
+    server.wait(30)
 
 
 def wait_for(true: "processes.Callable[[], bool]") -> None:
@@ -153,6 +151,45 @@ def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(
     (project / "stages/spins.py").write_text("import os; print(os.environ.get('GOMP_SPINCOUNT'))")
     clean = {name: value for name, value in environment.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     assert run(project, clean | given, "stages.spins").stdout == f"{spins}\n"
+
+
+BARE_DVC = """
+import os, subprocess, sys, time
+from pathlib import Path
+from stages.telemetry import fork_server
+fork_server.start_for_dvc("report", os.getpid())
+assert not fork_server.NOTE.exists()
+fork_server.start_for_dvc("fix_data", os.getpid())
+_, address = fork_server.read_note()
+while not Path(address).exists():
+    time.sleep(0.01)
+print(address, flush=True)
+subprocess.run([sys.executable, "-m", "stages.describe"], stderr=sys.stdout)
+subprocess.run([sys.executable, "-m", "stages.wait"])
+"""
+
+
+def test_a_bare_dvc_has_a_server_that_ends_with_it(project: Path) -> None:
+    """Killed, it leaves neither the server nor the stage that is at work; another DVC's stages do not ask its server."""
+    code = project / "stages/telemetry/fork_server.py"
+    text = code.read_text()
+    begin = text.index("PRELOADED = (")
+    code.write_text(f'{text[:begin]}PRELOADED = ("sndhdr_of_no_stage",){text[text.index(")", begin) + 1 :]}')
+    (project / "sndhdr_of_no_stage.py").touch()
+    environment = os.environ | {"WORD": "spoken", "PYTHONPATH": "", "TMPDIR": str(project)}
+    environment.pop(fork_server.ADDRESS_VARIABLE, None)
+    dvc = subprocess.Popen(
+        [sys.executable, "-c", BARE_DVC], cwd=project, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert dvc.stdout
+    address, described, forked = (dvc.stdout.readline().strip() for _ in range(3))
+    assert (described.split()[-1], forked) == ("False", "forked")
+    stage, child = (psutil.Process(int(word)) for word in dvc.stdout.readline().split())
+    assert run(project, environment, "stages.describe").stderr == "started\n"
+    dvc.kill()
+    dvc.wait()
+    wait_for(lambda: not any(processes._is_alive(process) for process in (stage, child)))
+    wait_for(lambda: not Path(address).parent.exists())
 
 
 def test_a_run_starts_a_server_that_has_torch_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
