@@ -6,13 +6,10 @@ rebinding) has the server's own origin; its Host header still has that site's na
 
 import gc
 import sys
-from pathlib import Path
 
 import uvicorn
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
-
-from pipeline.report_server import ReportPages
 
 HOST = "127.0.0.1"  # never 0.0.0.0: the password travels unencrypted and lets its holder run code here
 HOST_NAMES = (HOST, "localhost")
@@ -90,8 +87,8 @@ def main() -> None:
         sys.exit("aerie: PREFECT_SERVER_API_AUTH_STRING is not set; `make ui` sets it")
     # Both checks wrap the app and are not added to it, since Prefect's services call the same app in memory, under a host name
     # of their own. A preflight of a foreign origin is answered by OwnPages; Prefect's CORS has the same list (pipeline/serve.py).
-    reports = ReportPages(create_app(final=True), settings.api.auth_string.get_secret_value(), Path.cwd())
-    app = TrustedHostMiddleware(OwnPages(reports, list_origins(port)), allowed_hosts=HOST_NAMES, www_redirect=False)
+    own_pages = OwnPages(create_app(final=True), list_origins(port))
+    app = TrustedHostMiddleware(own_pages, allowed_hosts=HOST_NAMES, www_redirect=False)
     gc.enable()
     gc.freeze()
     uvicorn.run(
