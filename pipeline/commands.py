@@ -62,7 +62,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
     With `verbose` all that the stages print is shown instead of a line for each stage.
 
     Raises:
-        ValueError: params.yaml is not valid, dvc.yaml cannot be read, or dvc.lock cannot be repaired.
+        ValueError: params.yaml is not valid, or dvc.yaml or dvc.lock cannot be read.
         StageError: a stage failed.
     """
     if _is_known_fresh():

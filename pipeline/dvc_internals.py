@@ -1,12 +1,10 @@
-"""The private functions of DVC that aerie calls: for entries of its run-cache, one stage at a time; for the file of its locks.
+"""The private functions of DVC that aerie calls, for entries of its run-cache, one stage at a time.
 
 DVC's public commands (`dvc push --run-cache`, `dvc pull --run-cache`) transfer every entry of the cache each time, a file for
 each run of each stage, and `StageCache.restore` writes into the workspace. tests/pipeline/test_dvc_remote.py fails where a
 version of DVC has changed one of these functions.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 
@@ -31,25 +29,3 @@ def load_cached_run(repo: Any, stage: Any) -> Any:
         return None
     entry = repo.stage_cache._load(stage)
     return entry and repo.stage_cache._create_stage(entry)
-
-
-def mend_lock_list(folder: Path = Path(".dvc/tmp")) -> None:
-    """Empty DVC's list of who reads and writes which path if it is cut, as a full disk leaves it.
-
-    DVC would refuse to work for good. The processes that were in it have ended, or end with the same error.
-    """
-    from dvc.lock import make_lock  # 0.2 s
-    from dvc.rwlock import RWLOCK_FILE, RWLOCK_LOCK
-
-    def is_whole() -> bool:
-        try:
-            return isinstance(json.loads((folder / RWLOCK_FILE).read_bytes()), dict)
-        except FileNotFoundError:
-            return True
-        except ValueError:
-            return False
-
-    if not is_whole():
-        with make_lock(str(folder / RWLOCK_LOCK), tmp_dir=str(folder), wait=True):
-            if not is_whole():  # another process may have been first, or was writing it
-                (folder / RWLOCK_FILE).write_text("{}", encoding="utf-8")
