@@ -5,7 +5,10 @@ rebinding) has the server's own origin; its Host header still has that site's na
 """
 
 import gc
+import os
+import signal
 import sys
+import threading
 
 import uvicorn
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -76,6 +79,12 @@ async def _answer(send: Send, status: int, body: bytes, headers: Headers = TEXT_
     await send({"type": "http.response.body", "body": body})
 
 
+def _end_with_parent() -> None:
+    """Wait until the other end of standard input is closed, as when `make ui` is killed outright, and end this process."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main() -> None:
     port = int(sys.argv[1])
     gc.disable()  # what is imported stays; looking through it again and again takes a sixth of the time
@@ -91,6 +100,7 @@ def main() -> None:
     app = TrustedHostMiddleware(own_pages, allowed_hosts=HOST_NAMES, www_redirect=False)
     gc.enable()
     gc.freeze()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     uvicorn.run(
         app,
         host=HOST,

@@ -7,8 +7,6 @@ import pytest
 
 from pipeline import run_artifacts
 from pipeline.dvc_output import find_error
-from pipeline.forms import Changes, Sweep
-from stages.params.schema import load_params
 
 CONCLUSION = "ERROR: failed to reproduce 'fit': failed to run: python -m stages.fit, exited with 1"
 KILLED = (
@@ -38,14 +36,6 @@ NO_MEMORY_LEFT = f"killed (SIGKILL), which the kernel does where memory is short
 def test_the_error_of_a_stage_is_one_line(lines: list[str], expected: list[str] | str | None) -> None:
     """Bug: a failed run's message held ten lines of log, bars among them, and the pages showed it three times."""
     assert find_error(lines) == (expected[0] if isinstance(expected, list) else expected)
-
-
-def test_lists_are_replaced_or_added_to(home: Path) -> None:
-    now = load_params()
-    added = Sweep(trees=["t4_2_8", "t5_1_6"], lists="add").build_sections(now)
-    assert added == {"benchmark": {"trees": [*now.benchmark.trees, "t4_2_8"]}}
-    changed = Changes(trees=["t4_2_8"], lists="add").build_sections(now)
-    assert changed == {"benchmark": {"trees": [*now.benchmark.trees, "t4_2_8"]}}
 
 
 def test_the_report_has_verdict_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
