@@ -79,7 +79,6 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         flow=found.count_rows(),
         reports=found.reports,
         diffs={rule: diff_lines(e["before"], e["after"]) for rule, e in fixed["examples"].items()},
-        near=[diff_lines(e["first"], e["second"]) for e in (fixed["near_duplicates"] or {}).get("examples", [])],
         costs=costs.build_costs_page(found.predicted),
         no_interval=costs.NO_INTERVAL,
         took=provenance.summarise_stage_runs(found.stage_runs, ran),
