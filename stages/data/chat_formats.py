@@ -325,7 +325,7 @@ def _find_answer(row: dict[str, Any]) -> tuple[str | None, list[Any] | None]:
     value = row[given]
     if isinstance(value, str):  # also one that is JSON, as tables have it
         is_log = any(isinstance(row.get(key), list) for key in request_logs.TURN_LISTS) or '"choices"' in value
-        is_log = given in request_logs.RESPONSE_KEYS and (is_log or request_logs.is_stream(value))
+        is_log &= given in request_logs.RESPONSE_KEYS
         return given, request_logs.read_response(value) if is_log else [{"role": "assistant", "content": value}]
     return given, request_logs.read_response(value)
 

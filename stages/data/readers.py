@@ -1,21 +1,20 @@
 """Read raw conversations as chunks of rows: JSONL, JSON, CSV, Parquet, compressed, a folder of those, a dataset of the Hub.
 
 A .txt file has a question a line. It is read where it is fix_data.raw, or where a folder holds nothing else: beside data it is
-likely a note. The output of an OpenAI batch is joined with the batch's input in the same folder (request_logs.py).
+likely a note.
 
 A chunk is a few MiB, so a file of any length needs the memory of some chunks. Chunks of JSON are parsed where they are used,
 which may be another process. A `.json` file with one array is cut into its elements by json_stream.py.
 """
 
 import bz2
-import dataclasses
 import gzip
 import io
 import itertools
 import lzma
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from mimetypes import guess_type
 from pathlib import Path
@@ -36,7 +35,6 @@ from stages.data import (
     request_logs,
 )
 from stages.data.hub_datasets import CHUNK_BYTES, CHUNK_ROWS, HubRecord
-from stages.data.row_images import DroppedRowError
 from stages.params.units import list_first
 from stages.runtime import foreign_paths
 from stages.runtime.guarded_files import is_parser_error
@@ -362,12 +360,7 @@ def _read_json_elements(path: Path, key: str) -> Iterator[list[str]]:
 
 
 def _is_row(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    try:
-        return chat_formats.detect_format(request_logs.unwrap_log(value)) is not None
-    except DroppedRowError:  # a row of a log, that can't be used
-        return True
+    return isinstance(value, dict) and chat_formats.detect_format(request_logs.unwrap_log(value)) is not None
 
 
 def _read_parquet(path: Path) -> Iterator[ArrowRows]:
@@ -391,57 +384,6 @@ def read_all_chunks(
     files = list_files(path)
     names = {file: name_source(file, path) for file in files}
     files.sort(key=lambda file: not is_first(names[file]))  # stable: the others stay in order
-    batches = find_batches(files)
     return itertools.chain.from_iterable(
-        batches.join(file, read_chunks(file, names[file], hub_records, choose_columns(file))) for file in files
+        read_chunks(file, names[file], hub_records, choose_columns(file)) for file in files
     )
-
-
-# --- OpenAI's batches --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BatchFiles:
-    """The inputs and outputs of OpenAI batches among the raw files; their rows belong together by custom_id."""
-
-    kinds: dict[Path, str]  # "input" or "output"
-    questions: dict[str, Any]  # request by custom_id
-    answered: dict[str, str]  # name of the output by custom_id
-
-    def join(self, file: Path, chunks: Iterator[RawChunk]) -> Iterator[RawChunk]:
-        """Yield a file's chunks, rows of an output with their requests, rows of an input marked where an output has them."""
-        kind = self.kinds.get(file)
-        for chunk in chunks:
-            if kind is None or isinstance(chunk.rows, ArrowRows):
-                yield chunk
-                continue
-            lines = [row.encode() if isinstance(row, str) else row for row in chunk.rows]
-            rows = (
-                request_logs.join_batch_output(lines, self.questions)
-                if kind == "output"
-                else request_logs.mark_answered(lines, self.answered)
-            )
-            yield dataclasses.replace(chunk, rows=rows)
-
-
-def find_batches(files: Iterable[Path]) -> BatchFiles:
-    """Return the batches among the files: read whole only where both an input and an output are there."""
-    kinds = {file: kind for file in files if (kind := _read_batch_kind(file))}
-    if len(set(kinds.values())) < 2:
-        return BatchFiles({}, {}, {})
-    lines = {str(file): _iterate_lines(file) for file in kinds}
-    named = {str(file): kind for file, kind in kinds.items()}
-    return BatchFiles(kinds, *request_logs.index_batches(lines, named))
-
-
-def _iterate_lines(file: Path) -> Iterator[bytes]:
-    with _naming(file, str(detect_file_kind(file))):
-        yield from itertools.chain.from_iterable(_read_lines(file))
-
-
-def _read_batch_kind(file: Path) -> str | None:
-    if detect_file_kind(file) not in (".jsonl", ".ndjson"):
-        return None
-    with suppress(Exception), _open_decompressed(file) as opened:  # said where it is read
-        return request_logs.read_batch_kind(opened.read(CHUNK_BYTES).splitlines()[0])
-    return None
