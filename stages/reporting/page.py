@@ -134,12 +134,10 @@ def _build_replays(
     }
     other = next(iter(others), None)
     theirs = {tree.shape: tree.tau for tree in found.replays[other]} if other else {}
-    pairs = [(t.tau, theirs[t.shape], t.topk) for t in found.replays.get(best, []) if t.shape in theirs]
+    pairs = [(t.tau, theirs[t.shape]) for t in found.replays.get(best, []) if t.shape in theirs]
     if other and pairs:  # a block draft may share no tree with EAGLE-3
-        won, lost = sum(x > y for x, y, _ in pairs), sum(x < y for x, y, _ in pairs)
+        won, lost = sum(x > y for x, y in pairs), sum(x < y for x, y in pairs)
         duel = trees.CheckpointComparison(best, other, len(pairs), won, lost)
-        draw_duel = partial(plots.draw_checkpoint_comparison, best=best, other=other, pairs=pairs)
-        drawn["duel"] = (f"tau with {best} against tau with {other}", draw_duel)
     return {
         "trees": len(shown_trees),
         "compared_trees": len(shared.get(best, ())),

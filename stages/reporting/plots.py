@@ -198,19 +198,6 @@ def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None =
     )
 
 
-def draw_checkpoint_comparison(
-    axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]
-) -> list[PlotPoint]:
-    """Draw a point per tree; `pairs` are tau with `best`, tau with `other`, and topk."""
-    ends = [min(min(x, y) for x, y, _ in pairs), max(max(x, y) for x, y, _ in pairs)]
-    axes.plot(ends, ends, color=INK_COLOUR, linewidth=0.8)
-    for topk, colour in zip(sorted({k for _, _, k in pairs}), _cycle_colours(), strict=False):
-        points = [(y, x) for x, y, k in pairs if k == topk]
-        axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=3, label=f"topk {topk}")
-    axes.set(xlabel=f"tau with {other}", ylabel=f"tau with {best}")
-    return [PlotPoint(y, x, f"topk {k}: tau {x:.2f} with {best}, {y:.2f} with {other}") for x, y, k in pairs]
-
-
 def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
     """Draw a line per checkpoint, starting where the checkpoint it continues ended; dotted the loss on eval answers."""
     ends: dict[str, int] = {}
