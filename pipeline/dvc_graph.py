@@ -1,7 +1,7 @@
 """The graph of stages, as DVC has it: their order, which are stale and why; bring one or all of them up to date.
 
 DVC alone decides whether a stage runs, is restored from the run-cache or stays as it is. Its status is asked in this process;
-what it did with a stage is read from the line it prints. Of pipeline/, this module, checked_dvc.py, dvc_internals.py,
+what it did with a stage is read from the line it prints. Of pipeline/, this module, checked_dvc.py,
 workspaces.py and remote/dvc_remote.py use DVC; docs/dvc.md describes the behaviour of DVC 3.67.1 that they rely on.
 """
 
