@@ -10,7 +10,7 @@
 set -euo pipefail
 
 # Not of the machine's own image, and imported by the stages or by DVC.
-NEEDED="dvc polars pydantic httpx aiohttp orjson ruamel.yaml ruamel.yaml.clib psutil nvidia-ml-py rensa toon-format typer rich tqdm"
+NEEDED="dvc polars pydantic httpx aiohttp orjson ruamel.yaml ruamel.yaml.clib psutil nvidia-ml-py toon-format typer rich tqdm"
 THERE="numpy torch scipy matplotlib pandas pyarrow pillow networkx setuptools"
 PLATFORMS=$(printf -- '--platform manylinux_2_%s_x86_64 ' 34 31 28 27 24 17 12 5; echo --platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 

@@ -11,7 +11,6 @@ DVC empties dvc.lock and then writes it, 30 ms or longer: a kill leaves it cut, 
 it empty.
 """
 
-import json
 import logging
 import os
 import shutil
@@ -23,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
-
-from ruamel.yaml import YAML
 
 from stages.runtime import atomic
 
@@ -89,41 +86,15 @@ def _check_copy(cache: Any, oid: str, check_hash: bool = True, _info: dict[str, 
     (root / DAMAGED).mkdir(exist_ok=True)
     kept = root / DAMAGED / f"{oid}.{Path(path).stat().st_mtime_ns}"  # the same name may be damaged twice, differently
     os.replace(path, kept)
-    origin = "; ".join(_list_outputs(root, oid)) or "data that no stage made"
     log.warning(
-        f"the cached copy of {origin} does not have the bytes it was kept with: a program wrote into the output in place. It is "
-        f"set aside as {os.path.relpath(kept)}; the stage that made it runs again, or `dvc fetch` brings the result back"
+        f"the cached copy {oid} does not have the bytes it was kept with: a program wrote into an output in place. It is set "
+        f"aside as {os.path.relpath(kept)}; the stage that made it runs again, or `dvc fetch` brings the result back"
     )
     raise ObjectFormatError(f"{path} is damaged")
-
-
-def _list_outputs(cache: Path, oid: str) -> Iterator[str]:
-    """Yield the outputs of this hash in the run-cache, each with its stage's command."""
-    found = set[str]()
-    for entry in sorted((cache / "runs").glob("*/*/*")):
-        made = YAML(typ="safe").load(entry.read_text(encoding="utf-8"))
-        for out in made.get("outs", []):
-            found |= {f"{path} (made by: {made['cmd']})" for path in _list_output_paths(cache, out, oid)}
-    yield from sorted(found)
-
-
-def _list_output_paths(cache: Path, out: dict[str, Any], oid: str) -> list[str]:
-    """Return the paths of an output's files that have this hash."""
-    name = str(out.get("md5", ""))
-    listed = cache / "files/md5" / name[:2] / name[2:]
-    if name == oid:
-        return [out["path"]]
-    if not name.endswith(".dir") or not listed.is_file():
-        return []
-    files = json.loads(listed.read_text(encoding="utf-8"))
-    return [f"{out['path']}/{file['relpath']}" for file in files if file["md5"] == oid]
 
 
 if __name__ == "__main__":
     from dvc.cli import main
 
-    from pipeline.dvc_internals import mend_lock_list
-
     change_dvc()
-    mend_lock_list()
     sys.exit(main(sys.argv[1:]))

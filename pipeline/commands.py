@@ -34,23 +34,13 @@ AFTER_STOP = {
     "fetch": "complete downloads are kept, `{again}` gets the rest",
 }
 
-EMBEDDED_DATA = ("data/raw/weather_toon.jsonl", "data/raw/weather_maps.jsonl")
-
-WHAT_NEXT = "What next (`. .venv/bin/activate` puts aerie on the PATH)"
-YOUR_DATA = "  your data      aerie use own, then fix_data.raw in params.yaml: docs/data.md"
-MORE_DATA = "  a longer run   sample_target.train_rows, epochs of train_draft.checkpoints: docs/training.md"
-YOUR_TARGET = "  your target    aerie use own, then target.model: docs/guide.md; to a served draft: docs/walkthrough.md"
-SERVED_TARGET = "  a server       benchmark_served.workloads: the same cells on SGLang or vLLM: docs/serving.md"
-SERVING_COSTS = (
-    "  its cycles     serving_costs.workloads: up to which concurrency to speculate, on that server: docs/cost.md"
-)
-A_RECIPE = "  a recipe       aerie use weather-tiny-vl, or another of recipes/: docs/recipes.md"
-BLOCK_DRAFTS_OF_YOUR_TARGET = (
-    "  block drafts   recipes/train-qwen3-8b-blocks-8gpu.yaml: for a target that engines serve: docs/training.md"
-)
-BLOCK_RECIPE = "  block drafts   aerie use weather-tiny-block, or another of recipes/: docs/recipes.md"
-OTHER_TREES = "  other trees    benchmark.trees: those that the page predicts to be faster: docs/trees.md"
-ALWAYS_NEXT = (
+WHAT_NEXT = (
+    "What next (`. .venv/bin/activate` puts aerie on the PATH)",
+    "  your own       aerie use own, then target.model and fix_data.raw in params.yaml: docs/guide.md, docs/data.md",
+    "  a recipe       aerie use weather-tiny-vl, or another of recipes/: docs/recipes.md",
+    "  a longer run   sample_target.train_rows, epochs of train_draft.checkpoints: docs/training.md",
+    "  other trees    benchmark.trees: those that the page predicts to be faster: docs/trees.md",
+    "  a server       benchmark_served.workloads: the same cells on SGLang or vLLM: docs/serving.md",
     "  the pages      make ui: every stage with its log, forms for sweeps: docs/scheduling.md",
     "  the advice     aerie launch: which draft and tree to serve, or none: docs/cost.md",
 )
@@ -62,7 +52,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
     With `verbose` all that the stages print is shown instead of a line for each stage.
 
     Raises:
-        ValueError: params.yaml is not valid, dvc.yaml cannot be read, or dvc.lock cannot be repaired.
+        ValueError: params.yaml is not valid, or dvc.yaml or dvc.lock cannot be read.
         StageError: a stage failed.
     """
     if _is_known_fresh():
@@ -87,7 +77,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         if not (verbose and reasons):  # the report stage has printed it
             yield from _read_results()
         if reasons:
-            yield from ["", *_choose_next_steps(params)]
+            yield from ["", *WHAT_NEXT]
             dvc_graph.explain_stale()  # seconds, here instead of in the next run, which then takes none
 
 
@@ -96,31 +86,6 @@ def _is_known_fresh() -> bool:
     known = freshness.read_known(VALID_PARAMS_FILE)
     is_valid = known is not None and known["look"] == freshness.digest_paths(CHECKED_PATHS)
     return is_valid and freshness.read_fresh_stages() is not None
-
-
-def _choose_next_steps(params: "Params") -> list[str]:
-    """Return the lines at the end of a run. The line on own data or an own target is left out where they are the user's."""
-    has_own_data = params.fix_data.raw not in EMBEDDED_DATA
-    has_own_target = not params.target.model.startswith("builtin/")
-    served = params.benchmark_served
-    served_trees = served.trees if served.workloads else []
-    serving = [SERVED_TARGET] if not served_trees else [] if params.serving_costs.workloads else [SERVING_COSTS]
-    segments = params.train_draft.checkpoints.values()
-    chains = {chain for segment in segments if (chain := segment.draft.whole_block)}
-    unserved = [chain.name for chain in sorted(chains, key=lambda chain: chain.num_steps)]
-    unserved = [name for name in unserved if name not in served_trees]
-    own_blocks = (
-        f"  block drafts   benchmark_served.trees: [{', '.join(unserved)}], all that engines run of them: docs/trees.md"
-    )
-    blocks = [own_blocks if has_own_target else BLOCK_DRAFTS_OF_YOUR_TARGET]
-    return [
-        WHAT_NEXT,
-        MORE_DATA if has_own_data else YOUR_DATA,
-        *(serving if has_own_target else [YOUR_TARGET]),
-        *(blocks if unserved else []),
-        OTHER_TREES if has_own_data or has_own_target else A_RECIPE if chains else BLOCK_RECIPE,
-        *ALWAYS_NEXT,
-    ]
 
 
 def check_run_params() -> "Params":

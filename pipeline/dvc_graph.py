@@ -1,18 +1,16 @@
 """The graph of stages, as DVC has it: their order, which are stale and why; bring one or all of them up to date.
 
 DVC alone decides whether a stage runs, is restored from the run-cache or stays as it is. Its status is asked in this process;
-what it did with a stage is read from the line it prints. Of pipeline/, this module, checked_dvc.py, dvc_internals.py,
+what it did with a stage is read from the line it prints. Of pipeline/, this module, checked_dvc.py,
 workspaces.py and remote/dvc_remote.py use DVC; docs/dvc.md describes the behaviour of DVC 3.67.1 that they rely on.
 """
 
-import errno
 import hashlib
 import json
 import logging
 import os
 import re
 import sqlite3
-import subprocess
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,25 +18,18 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
-from pipeline import dvc_internals, freshness
+from pipeline import freshness
 from pipeline.checked_dvc import change_dvc
-from pipeline.dvc_internals import mend_lock_list
 from pipeline.dvc_output import OUTCOME_LINES, PROGRESS_PATTERN, DvcOutput, Outcome, find_error
 from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient, run_command
 from pipeline.run_display import RunDisplay, locate_log, show_line
 from stages.params import schema, stage_inputs
 from stages.params.section import suggest_name
-from stages.runtime import atomic
 
 # The name of a stage in dvc.yaml, for a stage with a list also @VALUE; never a folder or an option.
 STAGE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*(@[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
 LOCK_FILE = Path("dvc.lock")
-RESTORED = "restored from the cache, not run"
 INPUTS_STAGE = "inputs"  # always runs first, and is never stale by itself
-CONFLICT = "<<<<<<< "  # begins what git leaves in a file that it could not merge
 
 
 class BusyError(ValueError):
@@ -75,8 +66,8 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
 
     Raises:
         BusyError: another process holds one of DVC's locks.
-        ValueError: with DVC's message, for any other error of DVC's.
-        OSError: the disk is full, or a folder of DVC's can't be written: in the project, or that of its hashes of files.
+        ValueError: with DVC's message, for any other error of DVC's, or of its record of files' hashes.
+        OSError: the disk is full, or a folder of DVC's in the project can't be written.
     """
     from dvc.dirs import site_cache_dir
     from dvc.exceptions import DvcException
@@ -84,7 +75,6 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
     from dvc.repo import Repo, lock_repo  # 0.4 s
 
     change_dvc()
-    mend_lock_list((root or Path()) / ".dvc/tmp")
     # Its bars, of which it draws one for each file of each stage on a terminal: they follow this logger's level.
     logging.getLogger("dvc.progress").setLevel(logging.CRITICAL)
     try:
@@ -95,10 +85,8 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
     except DvcException as error:
         raise ValueError(str(error)) from error
     except sqlite3.OperationalError as error:  # of its cache of files' hashes
-        if number := _find_error_number(error, Path(site_cache_dir())):
-            problem = f"{os.strerror(number)}, where DVC keeps the hashes of files (DVC_SITE_CACHE_DIR)"
-            raise OSError(number, problem, site_cache_dir()) from error
-        raise
+        where = f"{site_cache_dir()}, where DVC keeps the hashes of files (DVC_SITE_CACHE_DIR)"
+        raise ValueError(f"{error}: {where}; make room there, or name another folder") from error
 
 
 @contextmanager
@@ -109,15 +97,6 @@ def release_lock(repo: Any) -> Iterator[None]:
         yield
     finally:
         repo.lock.lock()
-
-
-def _find_error_number(error: sqlite3.OperationalError, folder: Path) -> int | None:
-    """Return what the system says of the folder of a database that failed: full, read-only or not permitted; None for others."""
-    if "disk is full" in str(error):
-        return errno.ENOSPC
-    if not re.search("unable to open database file|readonly database", str(error)) or not folder.is_dir():
-        return None
-    return errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
 
 
 def _sort_stages(repo: Any) -> dict[str, list[str]]:
@@ -173,48 +152,9 @@ def ask_stale(names: list[str] | None = None) -> GraphState:
             if name != INPUTS_STAGE and (not names or name in names)
         }
         reasons = {name: lines for name, lines in reasons.items() if lines}
-        for name in list(_list_restorable(repo, list(reasons), texts)):
-            reasons[name].insert(0, RESTORED)
         if paths and not reasons:
             freshness.remember_fresh(paths, digest, stages)
     return GraphState(reasons, stages)
-
-
-def _list_restorable(repo: Any, stale: list[str], texts: dict[Path, str]) -> Iterator[str]:
-    """Yield the stale stages whose results of the same inputs are in the run-cache, so that they will not run.
-
-    `stale` is in the order in which they run; of a stage below one that will run nothing is known. `texts` are of the inputs.
-    """
-    from dvc_data.hashfile.hash_info import HashInfo
-    from dvc_data.hashfile.meta import Meta
-
-    stages = {_get_stage_name(stage): stage for stage in repo.index.stages}
-    # The path of each output of a stale stage, with the hash that it will have; None where that is unknown.
-    changing = dict[str, Any]()
-    for name in stale:
-        stage, cached = stages[name], None
-        found = {dep: _find_hash(dep, texts, changing, HashInfo) for dep in stage.deps}
-        if all(found.values()):
-            for dep, hash_info in found.items():
-                dep.hash_info = hash_info
-                dep.get_hash = lambda known=hash_info: known  # the file may not be there yet
-                if isinstance(hash_info.value, str):  # not of parameters
-                    dep.meta = Meta(isdir=hash_info.isdir)  # which holds the old hash too
-            cached = dvc_internals.load_cached_run(repo, stage)
-        if is_restored := bool(cached and cached.outs_cached()):
-            yield name
-        outs = cached.outs if cached and is_restored else stage.outs
-        changing |= {out.fs_path: out.hash_info if is_restored else None for out in outs}
-
-
-def _find_hash(dep: Any, texts: dict[Path, str], changing: dict[str, Any], hash_info: Any) -> Any:
-    """Return the hash that a dependency will have; None where that is not known before a run."""
-    if text := texts.get(Path(str(dep))):
-        return hash_info("md5", _hash_text(text))
-    if dep.fs_path in changing:
-        return changing[dep.fs_path]
-    is_folder_of_changes = any(Path(path).is_relative_to(dep.fs_path) for path in changing)
-    return dep.get_hash() if dep.exists and not is_folder_of_changes else None
 
 
 def _hash_text(text: str) -> str:
@@ -288,49 +228,6 @@ def pull_inputs(name: str) -> list[str]:
         if missing:
             repo.pull(targets=missing, allow_missing=True)
         return [os.path.relpath(path) for path in missing]
-
-
-def repair_lock() -> str | None:
-    """Replace a dvc.lock that a kill has cut by the last commit's -> what was done, None if it is whole.
-
-    What ran since the commit is restored from the run-cache, without running.
-
-    Raises:
-        ValueError: it holds the conflicts of a merge, which a person must resolve.
-    """
-    # Parsing the file takes a second with 200 cells.
-    if freshness.read_fresh_stages() is not None or _read_broken_lock() is None:
-        return None
-    with open_repo():
-        text = _read_broken_lock()  # again: another DVC may have been writing it
-        if text is None:
-            return None
-        if any(line.startswith(CONFLICT) for line in text.splitlines()):
-            raise ValueError(
-                f"{LOCK_FILE} holds conflicts of a merge, expected none; run: git checkout --ours {LOCK_FILE}"
-            )
-        shown = subprocess.run(["git", "show", f"HEAD:./{LOCK_FILE}"], capture_output=True, text=True)
-        if shown.returncode == 0 and _is_valid_lock(shown.stdout):
-            mode = LOCK_FILE.stat().st_mode
-            atomic.write_text(LOCK_FILE, shown.stdout)
-            LOCK_FILE.chmod(mode)
-            return f"{LOCK_FILE} was cut by a kill; restored from the last commit, the rest comes from the run-cache"
-        LOCK_FILE.unlink()
-        return f"{LOCK_FILE} was cut by a kill and no commit has it; removed, what ran comes from the run-cache"
-
-
-def _read_broken_lock() -> str | None:
-    """Return the text of a dvc.lock that DVC could not read; None where it can, or there is none."""
-    text = LOCK_FILE.read_text(encoding="utf-8", errors="replace") if LOCK_FILE.exists() else None
-    return None if text is None or _is_valid_lock(text) else text
-
-
-def _is_valid_lock(text: str) -> bool:
-    try:
-        found = YAML(typ="safe").load(text)
-    except (YAMLError, ValueError):
-        return False
-    return isinstance(found, dict) and "schema" in found
 
 
 def reproduce_stage(

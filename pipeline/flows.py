@@ -59,27 +59,26 @@ def build(changes: Changes = NO_CHANGES) -> State[None]:
     Without changes, in this workspace, one run after another; with changes, in a workspace of its own, beside others.
     """
     change = None if changes == NO_CHANGES else lambda: _apply_changes(changes.build_sections(load_params()))
-    return _run_graph(lambda params: run_names.name_build(changes), change)
+    return _run_graph(run_names.name_build(changes), change)
 
 
 @flow(name="sweep")
 def sweep(cells: Sweep) -> State[None]:
     """Trees x checkpoints x workloads, in a workspace of its own; trained checkpoints are not trained again."""
-    return _run_graph(lambda params: run_names.name_sweep(cells, params), lambda: _apply_sweep(cells))
+    return _run_graph(run_names.name_sweep(cells), lambda: _apply_sweep(cells))
 
 
 @flow(name="reproduce")
 def reproduce_recipe(recipe: RecipeName) -> State[None]:
     """A published experiment, in a workspace of its own, and its results beside the published ones."""
     return _run_graph(
-        lambda params: f"reproduce {recipe}",
+        f"reproduce {recipe}",
         lambda: _log_lines(reproduce.take_recipe(recipe)),
         lambda: create_markdown_artifact(
             "\n".join(reproduce.compare_recipe(recipe)),
             key="compared",
             description=f"{recipe}: ours beside the published",
         ),
-        recipe,
     )
 
 
@@ -89,7 +88,7 @@ def _apply_changes(sections: dict[str, dict[str, Any]]) -> None:
 
 def _apply_sweep(cells: Sweep) -> None:
     """Write the sweep's axes into params.yaml, and for `aerie promote` which of them params.yaml there is to have as well."""
-    sections = cells.build_sections(load_params())
+    sections = cells.build_sections()
     promotion.note_added(Path.cwd(), sections)
     _apply_changes(sections)
 
@@ -109,23 +108,17 @@ class PreparedRun:
     held: list[int]  # open files that hold the workspace
     graph: StageGraph
     pool: resources.ResourcePool
-    hosts: dispatch.RemoteHosts | None
+    hosts: dispatch.PoolWorkers | None
 
 
 def _run_graph(
-    make_name: Callable[[Params], str],
-    change: Callable[[], None] | None,
-    publish: Callable[[], object] = lambda: None,
-    recipe: str | None = None,
+    name: str, change: Callable[[], None] | None, publish: Callable[[], object] = lambda: None
 ) -> State[None]:
-    """Run the whole graph here, or, with `change`, in a new workspace whose params.yaml that changes; then `publish`.
-
-    `make_name` returns what the run is called, from the parameters here.
-    """
+    """Run the whole graph here, or, with `change`, in a new workspace whose params.yaml that changes; then `publish`."""
     end_with_parent()
     with contextlib.ExitStack() as stack:
         try:
-            run = _prepare_run(stack, make_name, change, recipe)
+            run = _prepare_run(stack, name, change)
         except ValueError as error:  # the user's to correct: the page shows it without a traceback
             return _fail(str(error))
         state = make_final_state(_run_stages(stack, run))
@@ -145,19 +138,14 @@ def _fail(message: str) -> State[None]:
     return Failed(message=join_lines(message))
 
 
-def _prepare_run(
-    stack: contextlib.ExitStack,
-    make_name: Callable[[Params], str],
-    change: Callable[[], None] | None,
-    recipe: str | None,
-) -> PreparedRun:
+def _prepare_run(stack: contextlib.ExitStack, name: str, change: Callable[[], None] | None) -> PreparedRun:
     """Name the run, enter its workspace and hold it until `stack` ends, and plan the graph.
 
     Raises ValueError for parameters, files that they name, hosts or resources that the user must correct.
     """
     root = Path.cwd()
     require_server()
-    name = run_names.rename_run(make_name(load_params()))
+    name = run_names.rename_run(name)
     if change:
         name = workspaces.name_workspace(name, str(runtime.flow_run.id))
         stack.enter_context(contextlib.chdir(workspaces.make_workspace(name)))
@@ -165,9 +153,8 @@ def _prepare_run(
     if change:
         change()
     params = load_params()
-    run_names.tag_run(run_names.list_tags(params, recipe))
     commands.check_run_params()
-    hosts = stack.enter_context(dispatch.open_hosts(params.schedule, get_run_logger().info))
+    hosts = dispatch.find_hosts(params.schedule)
     graph, pool = plan_run(params)
     return PreparedRun(name, root, change is not None, held, graph, pool, hosts)
 
@@ -241,9 +228,7 @@ def run_stage(
     for attempt in range(1, rules.attempts + 1):
         try:
             if hosts:
-                return _make_completed_state(
-                    stage, dispatch.run_remotely(stage, rules.get_needs(stage), hosts, log.info)
-                )
+                return _make_completed_state(stage, dispatch.run_remotely(stage, hosts, log.info))
             return _make_completed_state(stage, dvc_graph.reproduce_stage(stage, on_line, environment, held))
         except processes.StageError as error:  # a state: an exception would bury the log under Prefect's stack
             if not error.transient or attempt == rules.attempts:
@@ -260,7 +245,7 @@ def _make_completed_state(stage: str, outcome: dvc_graph.Outcome) -> State[str]:
 
 
 def run_stale_stages(
-    graph: StageGraph, reasons: dict[str, list[str]], pool: resources.ResourcePool, hosts: dispatch.RemoteHosts | None
+    graph: StageGraph, reasons: dict[str, list[str]], pool: resources.ResourcePool, hosts: dispatch.PoolWorkers | None
 ) -> dict[str, State[str]]:
     """Run each stage after its upstream stages -> their states. After a failure the others still run (`--keep-going`).
 

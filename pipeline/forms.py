@@ -4,17 +4,14 @@ The page refuses what does not match the patterns below, which become part of it
 second what cannot be: a tree that cannot be built, a name that params.yaml does not have.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pipeline import form_permissions
 from pipeline.recipes import list_recipes
 from stages.params.engines import DEFAULT_KIND, EngineKind
-from stages.params.schema import Params, load_params
+from stages.params.schema import Params
 from stages.params.section import ROOT_CHECKPOINT, Count, Name
 from stages.params.tree_shape import TreeShape
 
@@ -27,43 +24,10 @@ def _check_rising(epochs: list[int]) -> list[int]:
     return epochs
 
 
-@dataclass(frozen=True)
-class DropDown:
-    """Offers the names that a function returns when the form is made: those of params.yaml and recipes/ at that time."""
-
-    list_names: Callable[[], list[str]]
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        found = {key: value for key, value in handler(schema).items() if key not in ("pattern", "minLength")}
-        return found | {"enum": self.list_names() or [""]}
-
-
-def list_checkpoints() -> list[str]:
-    """Return the names of all drafts of params.yaml; none while the file is not valid."""
-    params = _read_params()
-    return [*params.train_draft.checkpoints, *params.import_draft.checkpoints] if params else []
-
-
-def list_workloads() -> list[str]:
-    """Return the names of all workloads of params.yaml; none while the file is not valid."""
-    params = _read_params()
-    return list(params.benchmark.workloads) if params else []
-
-
-def _read_params() -> Params | None:
-    try:
-        return load_params()
-    except (ValueError, OSError):  # a run says what is wrong with the file
-        return None
-
-
 TreeName = Annotated[str, Field(pattern=TREE_NAME_PATTERN), AfterValidator(lambda name: TreeShape.parse(name).name)]
-Checkpoint = Annotated[Name, DropDown(list_checkpoints)]
-Workload = Annotated[Name, DropDown(list_workloads)]
 Epochs = Annotated[list[Count], AfterValidator(_check_rising)]
 TREE_NAME_HELP = "tSTEPS_TOPK_TOKENS, as t8_2_16"  # drawn as Markdown, where t<num_steps>_... would be a tag
 AS_PARAMS_HELP = "none: as params.yaml has them"
-Mode = Literal["replace", "add"]
 
 
 class Changes(BaseModel):
@@ -77,11 +41,7 @@ class Changes(BaseModel):
         default=[],
         description=f"after which epochs of training a checkpoint is saved and measured, as 3, 9; {AS_PARAMS_HELP}",
     )
-    workloads: list[Workload] = Field(default=[], description=f"for the torch engine; {AS_PARAMS_HELP}")
-    lists: Mode = Field(
-        default="replace",
-        description="replace the trees and workloads of params.yaml by those above, or add those above to them",
-    )
+    workloads: list[Name] = Field(default=[], description=f"for the torch engine; {AS_PARAMS_HELP}")
     other: dict[str, Any] = Field(
         default={},
         description='any other keys, as {"train_draft.learning_rate": 0.0003}; commands, flags, addresses and paths outside '
@@ -104,8 +64,7 @@ class Changes(BaseModel):
         form_permissions.check_form(found, params)
         for key, names in {"trees": self.trees, "torch_workloads": self.workloads}.items():
             if names:
-                present = getattr(params.benchmark, key) if self.lists == "add" else []
-                found.setdefault("benchmark", {})[key] = join_lists(present, names)
+                found.setdefault("benchmark", {})[key] = list(dict.fromkeys(names))
         if self.epochs:
             _build_segments(self.epochs, params, found)
         return found
@@ -131,56 +90,29 @@ def _build_segments(epochs: list[int], params: Params, found: dict[str, dict[str
         found.setdefault(section, {})["checkpoints"] = [*names, *kept]
 
 
-def join_lists(present: Sequence[str], added: Sequence[str]) -> list[str]:
-    """Return the names of both, each once, in order."""
-    return list(dict.fromkeys([*present, *added]))
-
-
 class Sweep(BaseModel):
     """A cell for every tree with every checkpoint under every workload."""
 
     model_config = ConfigDict(extra="forbid")
     trees: list[TreeName] = Field(min_length=1, description=f"{TREE_NAME_HELP}; a chain is t8_1_9")
-    checkpoints: list[Checkpoint] = Field(default=[], description=f"trained or imported ones; {AS_PARAMS_HELP}")
-    workloads: list[Workload] = Field(default=[], description=AS_PARAMS_HELP)
-    lists: Mode = Field(
-        default="replace",
-        description="replace: the run measures the cells above alone; add: those of params.yaml too, in one table",
-    )
+    checkpoints: list[Name] = Field(default=[], description=f"trained or imported ones; {AS_PARAMS_HELP}")
+    workloads: list[Name] = Field(default=[], description=AS_PARAMS_HELP)
     engine: EngineKind = Field(default=DEFAULT_KIND, description="torch; served: benchmark_served.engines")
 
-    def build_sections(self, params: Params) -> dict[str, dict[str, Any]]:
+    def build_sections(self) -> dict[str, dict[str, Any]]:
         """Return the keys by section, as a recipe has them."""
-        section, values = self._find_section(params)
-        given = {"trees": self.trees, "checkpoints": self.checkpoints, self._workloads_key: self.workloads}
-        present = {key: getattr(values, key) if self.lists == "add" else [] for key in given}
-        return {section: {key: join_lists(present[key], names) for key, names in given.items() if names}}
-
-    def list_axes(self, params: Params) -> tuple[list[str], list[str]]:
-        """Return the checkpoints and workloads of the sweep's own cells."""
-        values = self._find_section(params)[1]
-        return self.checkpoints or list(values.checkpoints), self.workloads or list(
-            getattr(values, self._workloads_key)
+        section, workloads_key = (
+            ("benchmark_served", "workloads") if self.engine == "served" else ("benchmark", "torch_workloads")
         )
-
-    @property
-    def is_served(self) -> bool:
-        return self.engine == "served"
-
-    @property
-    def _workloads_key(self) -> str:
-        return "workloads" if self.is_served else "torch_workloads"
-
-    def _find_section(self, params: Params) -> tuple[str, Any]:
-        section = "benchmark_served" if self.is_served else "benchmark"
-        return section, getattr(params, section)
+        given = {"trees": self.trees, "checkpoints": self.checkpoints, workloads_key: self.workloads}
+        return {section: {key: list(dict.fromkeys(names)) for key, names in given.items() if names}}
 
 
 def _check_recipe_name(name: str) -> str:
-    """Return the name if it is one the form offers, since it becomes a path. Raises ValueError for any other."""
+    """Return the name if recipes/ has it, since it becomes a path. Raises ValueError for any other."""
     if name not in (known := list_recipes()):
         raise ValueError(f"there is no recipe {name!r}; known are {', '.join(known)}")
     return name
 
 
-RecipeName = Annotated[str, AfterValidator(_check_recipe_name), DropDown(list_recipes)]
+RecipeName = Annotated[str, AfterValidator(_check_recipe_name)]

@@ -5,14 +5,14 @@ rebinding) has the server's own origin; its Host header still has that site's na
 """
 
 import gc
+import os
+import signal
 import sys
-from pathlib import Path
+import threading
 
 import uvicorn
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
-
-from pipeline.report_server import ReportPages
 
 HOST = "127.0.0.1"  # never 0.0.0.0: the password travels unencrypted and lets its holder run code here
 HOST_NAMES = (HOST, "localhost")
@@ -79,6 +79,12 @@ async def _answer(send: Send, status: int, body: bytes, headers: Headers = TEXT_
     await send({"type": "http.response.body", "body": body})
 
 
+def _end_with_parent() -> None:
+    """Wait until the other end of standard input is closed, as when `make ui` is killed outright, and end this process."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main() -> None:
     port = int(sys.argv[1])
     gc.disable()  # what is imported stays; looking through it again and again takes a sixth of the time
@@ -90,10 +96,11 @@ def main() -> None:
         sys.exit("aerie: PREFECT_SERVER_API_AUTH_STRING is not set; `make ui` sets it")
     # Both checks wrap the app and are not added to it, since Prefect's services call the same app in memory, under a host name
     # of their own. A preflight of a foreign origin is answered by OwnPages; Prefect's CORS has the same list (pipeline/serve.py).
-    reports = ReportPages(create_app(final=True), settings.api.auth_string.get_secret_value(), Path.cwd())
-    app = TrustedHostMiddleware(OwnPages(reports, list_origins(port)), allowed_hosts=HOST_NAMES, www_redirect=False)
+    own_pages = OwnPages(create_app(final=True), list_origins(port))
+    app = TrustedHostMiddleware(own_pages, allowed_hosts=HOST_NAMES, www_redirect=False)
     gc.enable()
     gc.freeze()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     uvicorn.run(
         app,
         host=HOST,

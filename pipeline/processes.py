@@ -83,7 +83,7 @@ def guard_run(held_files: Iterable[int] = ()) -> Iterator[None]:
     # A session of its own, so that signals to this process's group do not reach it; it ends when the pipe closes.
     guard = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=list(held_files), start_new_session=True)
     assert guard.stdin and guard.stdout
-    guard.wait()  # it forks and goes on without a parent, since Ray kills the children of a process that it kills
+    guard.wait()  # it forks and goes on without a parent
     _guard = guard.stdin
     try:
         yield

@@ -115,9 +115,9 @@ def merge_recipe(
     `anywhere`: without the keys for engines that are installed here; `own`: keys that go before the recipe's.
     """
     recipe = _read_recipe(name, anywhere)
-    base, edits, label = _read_committed(), _find_local_edits() if keep else {}, f"recipe {name}"
-    _refuse_clashes(base, recipe, edits, label)
-    return _write_merged(base, [recipe, own or {}, _nest_keys(edits)], label)
+    edits = _find_local_edits() if keep else {}
+    label = f"recipe {name}{' with your local edits (--keep)' if edits else ''}"
+    return _write_merged(_read_committed(), [recipe, own or {}, _nest_keys(edits)], label)
 
 
 def _read_own(name: str) -> Sections:
@@ -176,18 +176,6 @@ def _find_local_edits() -> dict[str, Any]:
     expected |= dict(_list_leaves(_read_used(), schema.Params, ""))
     current = _read_leaves(PARAMS_FILE.read_text(encoding="utf-8"))
     return {path: value for path, value in current.items() if path not in expected or expected[path] != value}
-
-
-def _refuse_clashes(base: str, recipe: Sections, edits: dict[str, Any], label: str) -> None:
-    """Raise ValueError for local edits without which the recipe is valid."""
-    problem = edits and _explain_invalid(_merge_sections(base, [recipe, _nest_keys(edits)])[0])
-    if not problem or _explain_invalid(_merge_sections(base, [recipe])[0]):
-        return
-    kept = "\n".join(f"  {path}: {_describe_value(value)}" for path, value in edits.items())
-    raise ValueError(
-        f"{label} can't be used with these local edits of {PARAMS_FILE}, which --keep keeps:\n{kept}\n{problem}\n"
-        f"  Change them in {PARAMS_FILE}, or leave out --keep, which drops them (a copy is kept); nothing was changed"
-    )
 
 
 def _read_leaves(text: str) -> dict[str, Any]:

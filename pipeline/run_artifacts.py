@@ -1,7 +1,9 @@
 """The artifacts of a run's page: the plan before it, each stage's outcome, and the results."""
 
 import csv
+import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from prefect import get_run_logger
@@ -9,9 +11,11 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.settings import PREFECT_UI_URL
 from prefect.states import State
 
-from pipeline.report_artifact import render_report
+from pipeline.commands import TABLE_FILE
 
 RESULT_TABLE = Path("results/benchmark.csv")
+PAGE_FILE = Path("results/report/index.html")
+METRICS_FILE = Path("results/metrics.json")
 
 
 def publish_plan(reasons: dict[str, list[str]]) -> None:
@@ -45,10 +49,20 @@ def publish_results(states: dict[str, State[str]], reasons: dict[str, list[str]]
             rows = [{name: _shorten_number(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
         description = f"{RESULT_TABLE}, rounded; the columns are defined in docs/metrics.md"
         create_table_artifact(rows, key="benchmark", description=description)
-    if report := render_report():
+    if report := "\n\n".join(list_report_parts()):
         made = create_markdown_artifact(report, key="report", description="The report: what to launch, and the table")
         if pages := PREFECT_UI_URL.value():  # None of a run without a server of its own, which has no pages
             get_run_logger().info(f"the report: {pages}/artifacts/artifact/{made}")
+
+
+def list_report_parts() -> Iterator[str]:
+    """Yield the verdict, where the page lies, and the table, as Markdown; nothing of what the results here lack."""
+    if METRICS_FILE.exists() and (verdict := json.loads(METRICS_FILE.read_text(encoding="utf-8")).get("verdict")):
+        yield f"**{' '.join(verdict['text'].split())}**"
+    if PAGE_FILE.exists():
+        yield f"The whole report is {PAGE_FILE.resolve()}, a file of this machine."
+    if TABLE_FILE.exists():
+        yield f"```text\n{TABLE_FILE.read_text(encoding='utf-8').rstrip()}\n```"
 
 
 def count_outcomes(states: dict[str, State[str]]) -> str:

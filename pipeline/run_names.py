@@ -1,4 +1,4 @@
-"""Names of runs in Prefect's pages, by what they do, and the tags by which the pages find them.
+"""Names of runs in Prefect's pages, by what they do.
 
 The pages propose a name of random words for each run, which says nothing; a name that a person typed stays.
 """
@@ -10,7 +10,6 @@ from uuid import UUID
 from prefect import get_client, runtime
 
 from pipeline.forms import Changes, Sweep
-from stages.params.schema import Params
 
 GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau upsilon phi chi psi
 omega"""
@@ -20,13 +19,14 @@ MAX_NAMES = 3
 NIGHTLY = "nightly"  # the deployment of prefect.yaml that a clock starts
 
 
-def name_sweep(cells: Sweep, params: Params) -> str:
-    """Return a name such as `sweep t4_2_8 at e009`; workloads and the engine where the form names them."""
-    checkpoints, workloads = cells.list_axes(params)
-    name = f"sweep {join_names(cells.trees, 'trees')} at {join_names(checkpoints, 'checkpoints')}"
+def name_sweep(cells: Sweep) -> str:
+    """Return a name such as `sweep t4_2_8 at e009`: trees, and what else the form names."""
+    name = f"sweep {join_names(cells.trees, 'trees')}"
+    if cells.checkpoints:
+        name += f" at {join_names(cells.checkpoints, 'checkpoints')}"
     if cells.workloads:
-        name += f" on {join_names(workloads, 'workloads')}"
-    return f"{name}, served" if cells.is_served else name
+        name += f" on {join_names(cells.workloads, 'workloads')}"
+    return f"{name}, served" if cells.engine == "served" else name
 
 
 def name_build(changes: Changes) -> str:
@@ -52,18 +52,6 @@ def join_names(names: Sequence[str], plural: str) -> str:
     return ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} {plural}"
 
 
-def list_tags(params: Params, recipe: str | None = None) -> list[str]:
-    """Return the tags of a run with these parameters: what it measures, and the recipe."""
-    torch, served = params.benchmark, params.benchmark_served
-    used = [
-        (torch.torch_workloads, torch.checkpoints),
-        (served.workloads, served.checkpoints if served.workloads else []),
-    ]
-    workloads = {f"workload:{name}" for names, _ in used for name in names}
-    checkpoints = {f"checkpoint:{name}" for _, names in used for name in names}
-    return [*sorted(checkpoints), *sorted(workloads), *([f"recipe:{recipe}"] if recipe else [])]
-
-
 def rename_run(name: str) -> str:
     """Give this run the name, unless a person has named it -> its name."""
     now = str(runtime.flow_run.name)
@@ -72,9 +60,3 @@ def rename_run(name: str) -> str:
     with get_client(sync_client=True) as client:
         client.update_flow_run(UUID(str(runtime.flow_run.id)), name=name)
     return name
-
-
-def tag_run(tags: list[str]) -> None:
-    """Add tags to this run's."""
-    with get_client(sync_client=True) as client:
-        client.update_flow_run(UUID(str(runtime.flow_run.id)), tags=sorted({*runtime.flow_run.tags, *tags}))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import httpx
 import psutil
@@ -24,7 +24,6 @@ from pipeline import password
 from pipeline.prefect_server import HOST, list_origins
 
 if TYPE_CHECKING:
-    from prefect import Flow
     from prefect.runner import Runner
 
 START_TIMEOUT_S = 120.0  # 6 s warm, 12 s cold on two cores; the first start creates a database
@@ -33,7 +32,6 @@ CANCEL_TIMEOUT_S = 45.0  # from Ctrl-C; Prefect kills a cancelled flow after 30
 LOST_FLOW_S = 5.0  # for a flow whose server is gone: it would try to report for minutes, and its guard ends its stages
 TAIL_LINES = 30
 RUNS_AT_ONCE = 4
-FORMS_POLL_S = 2.0
 
 
 def main() -> None:
@@ -42,7 +40,6 @@ def main() -> None:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         port = read_port()
-        end_leftover_server(port)
         check_port_free(port)
         with run_prefect_server(port) as server:
             serve_flows(port, server)
@@ -56,20 +53,6 @@ def read_port() -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ValueError(f"AERIE_PORT is {text!r}; expected a port, 1 to 65535")
     return int(text)
-
-
-def end_leftover_server(port: int) -> None:
-    """End the server that a `make ui` on this port has left after it was killed outright."""
-    commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
-    served = {process.pid for process, command in commands.items() if "pipeline.serve" in command}
-    for server in [process for process, command in commands.items() if command == _build_server_command(port)]:
-        with suppress(psutil.NoSuchProcess):
-            if server.ppid() in served:
-                continue
-            print(f"ending the Prefect server that a killed `make ui` has left, process {server.pid}", flush=True)
-            server.terminate()
-            if psutil.wait_procs([server], END_TIMEOUT_S)[1]:
-                server.kill()
 
 
 def check_port_free(port: int) -> None:
@@ -116,8 +99,8 @@ def run_prefect_server(port: int) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as file:
         # A group of its own, so that Ctrl-C reaches the flow first, which still reports to the server.
         process = subprocess.Popen(
-            _build_server_command(port),
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "pipeline.prefect_server", str(port)],
+            stdin=subprocess.PIPE,  # the server ends with this pipe, and so with this process
             stdout=file,
             stderr=subprocess.STDOUT,
             env=os.environ
@@ -160,19 +143,17 @@ def serve_flows(port: int, server: subprocess.Popen[bytes]) -> None:
     from prefect.runner import Runner
     from prefect.schedules import Cron
 
-    from pipeline import deployments, flows
+    from pipeline import flows
+    from pipeline.remote import dispatch
 
     crash_lost_runs()
     runner = Runner(name="aerie", limit=RUNS_AT_ONCE)  # runs in one workspace wait for each other
-    deployments.prepare_pool()
-    served = {}
-    for name, deployment in deployments.read_deployments().items():
-        if name == deployments.STAGE:
+    for name, deployment in dispatch.read_deployments().items():
+        if name == dispatch.STAGE:
             continue
-        served[name] = getattr(flows, deployment["entrypoint"].partition(":")[2])
         # By module path: each run imports the flow again, in this folder.
         runner.add_flow(
-            served[name],
+            getattr(flows, deployment["entrypoint"].partition(":")[2]),
             name=name,
             description=deployment["description"],
             schedules=[Cron(s["cron"], timezone=s["timezone"], active=s["active"]) for s in deployment["schedules"]],
@@ -191,7 +172,7 @@ def serve_flows(port: int, server: subprocess.Popen[bytes]) -> None:
         sep="\n",
         flush=True,
     )
-    asyncio.run(_run_until_signal(runner, served, server))
+    asyncio.run(_run_until_signal(runner, server))
 
 
 def crash_lost_runs() -> None:
@@ -211,22 +192,7 @@ def crash_lost_runs() -> None:
             client.set_flow_run_state(run.id, lost, force=True)
 
 
-async def _keep_forms_current(served: "dict[str, Flow[Any, Any]]") -> None:
-    """Update the forms whenever params.yaml or recipes/ has changed."""
-    from pipeline import deployments
-
-    shown = deployments.digest_names()
-    while True:
-        await asyncio.sleep(FORMS_POLL_S)
-        if (now := deployments.digest_names()) != shown:
-            with suppress(httpx.HTTPError):  # the server is busy: next time
-                await asyncio.to_thread(deployments.update_forms, served)
-                shown = now
-
-
-async def _run_until_signal(
-    runner: "Runner", served: "dict[str, Flow[Any, Any]]", server: subprocess.Popen[bytes]
-) -> None:
+async def _run_until_signal(runner: "Runner", server: subprocess.Popen[bytes]) -> None:
     """Serve until a signal, then cancel runs; a second signal, or CANCEL_TIMEOUT_S, ends all at once.
 
     Prefect 3.8's own `serve()` kills the flow outright, and its stage lives on.
@@ -243,23 +209,17 @@ async def _run_until_signal(
         timer.start()
 
     serving = asyncio.create_task(runner.start())
-    keeping = asyncio.create_task(_keep_forms_current(served))
     await asyncio.sleep(0)  # start() installs a SIGTERM handler that does not await stop(); it is replaced here
     for number in _list_end_signals():
         asyncio.get_running_loop().add_signal_handler(number, begin_end)
     waiting = asyncio.create_task(signalled.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    keeping.cancel()
     if runner.started:
         await runner.astop()  # cancels the flow, which ends its stage and reports to the server
     else:
         serving.cancel()
     with suppress(asyncio.CancelledError):
         await serving
-
-
-def _build_server_command(port: int) -> list[str]:
-    return [sys.executable, "-m", "pipeline.prefect_server", str(port)]
 
 
 def _wait_until_answering(process: subprocess.Popen[bytes], log: Path) -> None:

@@ -46,16 +46,11 @@ def hold_workspace(log: Callable[[str], object], path: Path = LOCK_PATH) -> Iter
 
 @contextmanager
 def exclusive_run(log: Callable[[str], object]) -> Iterator[list[int]]:
-    """Hold this workspace for one run and repair dvc.lock -> the open files that `processes.guard_run` must share.
+    """Hold this workspace for one run -> the open files that `processes.guard_run` must share.
 
     Every run of more than one stage starts with this: a flow's, `make run`'s, a recipe's.
-
-    Raises:
-        ValueError: as `dvc_graph.repair_lock`.
     """
     with hold_workspace(log) as held:
-        if repaired := dvc_graph.repair_lock():
-            log(repaired)
         yield [held.fileno()]
 
 

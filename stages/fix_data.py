@@ -6,7 +6,7 @@ names, stops the stage; a broken conversation is dropped with a reason and count
 Rows in = clean + repaired + dropped, asserted.
 
 A million rows fit in memory: chunks are judged in parallel processes (row_cleaning.py), kept rows wait on disk as Arrow files,
-and train_eval_split.py assigns rows from their digests and signatures alone. The waiting files are then filtered and
+and are assigned to a split by their digests alone. The waiting files are then filtered and
 streamed into the two tables. The number of processes does not change the output.
 """
 
@@ -24,10 +24,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 
-from stages.data import chat_formats, conversations, near_duplicates, readers, row_cleaning, train_eval_split
+from stages.data import chat_formats, conversations, readers, row_cleaning
 from stages.data.conversations import describe_origin
 from stages.data.hub_datasets import HubRecord
 from stages.data.row_cleaning import (
@@ -37,9 +36,9 @@ from stages.data.row_cleaning import (
     DroppedExample,
     JudgedChunk,
     RepairedAnswer,
+    SplitFate,
 )
 from stages.data.tables.table_schema import load_table_file
-from stages.data.train_eval_split import SplitAssignment, SplitFate
 from stages.params import stage_inputs
 from stages.params.checks import check_column_files, check_raw_exists
 from stages.params.data_sections import FixData
@@ -51,7 +50,6 @@ from stages.telemetry.run_stage import run_stage
 TRAIN_FILE, EVAL_FILE = Path("data/fixed/train.parquet"), Path("data/fixed/eval.parquet")
 REPORT = Path("results/fix_report.json")
 MAX_PROCESSES = 8  # about 200 MiB each: a Python and some chunks
-MAX_PAIR_EXAMPLES = 5
 MAX_LISTED_FILES = 8
 JUDGED_COLUMNS = ["id", "source", "source_row", "verdict", "digest", "opening_digest", "is_eval"]  # held for all rows
 IS_KEPT = pl.col("fate") <= int(SplitFate.EVAL)
@@ -75,12 +73,8 @@ def _fix(params: Params) -> None:
         hub_records: dict[str, HubRecord] = {}
         chunks = list(judge_chunks(params.fix_data, hub_records))
         rows = scan_waiting_rows(chunks).select(JUDGED_COLUMNS).collect()
-        files = [chunk.signatures_file for chunk in chunks if chunk.signatures_file.exists()]
-        signatures = np.concatenate([np.load(file, mmap_mode="r") for file in files]) if files else None
-        assignment = train_eval_split.assign_splits(rows, signatures, params.fix_data)
-        assigned = rows.with_columns(fate=assignment.fates)
+        assigned = rows.with_columns(fate=row_cleaning.assign_splits(rows))
         report = write_splits(chunks, assigned, params.fix_data)
-        report |= describe_duplicates(chunks, assignment, params.fix_data)
         report["files"] = count_files(chunks, assigned, Path(params.fix_data.raw))
     finally:
         shutil.rmtree(WAITING_FOLDER, ignore_errors=True)
@@ -241,33 +235,6 @@ def make_unique_name(name: str, source_row: int, taken: set[str]) -> str:
         name += f"@{source_row}"
     taken.add(name)
     return name
-
-
-def describe_duplicates(chunks: list[JudgedChunk], assignment: SplitAssignment, params: FixData) -> dict[str, Any]:
-    """Return the report's `overlap` and `near_duplicates`, with some pairs to judge the threshold by."""
-    overlap = {"policy": params.eval_overlap, "exact": assignment.exact_overlap, "near": assignment.near_overlap}
-    if assignment.pairs is None or assignment.similarity is None:
-        return {"overlap": overlap, "near_duplicates": None}
-
-    def describe_row(row: int, name: str) -> dict[str, str]:
-        shown = scan_waiting_rows(chunks).select("messages", "source", "source_row").slice(row, 1).collect()
-        messages, source, source_row = shown.row(0)
-        text = "\n".join(message["content"] for message in messages)[:1000]
-        return {name: text, f"{name}_origin": describe_origin(source, source_row)}
-
-    shown = zip(assignment.pairs[:MAX_PAIR_EXAMPLES].tolist(), assignment.similarity.tolist(), strict=False)
-    found = {
-        "threshold": params.near_duplicate_threshold,
-        "measure": f"MinHash of {near_duplicates.MINHASH_SLOTS} slots over runs of "
-        f"{near_duplicates.SHINGLE_CHARACTERS} characters",
-        "pairs_found": len(assignment.pairs),
-        "dropped": int((assignment.fates == SplitFate.NEAR_DUPLICATE).sum()),
-        "examples": [
-            {**describe_row(first, "first"), **describe_row(second, "second"), "likeness": round(similarity, 3)}
-            for (first, second), similarity in shown
-        ],
-    }
-    return {"overlap": overlap, "near_duplicates": found}
 
 
 def check_split(

@@ -7,61 +7,50 @@ remote (pipeline/remote/dvc_remote.py), so the hosts share that remote and the P
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 from httpx import HTTPError
 from prefect import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, Worker, WorkerStatus
+from prefect.client.schemas.objects import FlowRun, WorkerStatus
+from prefect.exceptions import ObjectAlreadyExists
 from prefect.runtime import task_run
 from prefect.states import Crashed, State
+from prefect.utilities.callables import parameter_schema
+from prefect.workers.process import ProcessWorker
+from ruamel.yaml import YAML
 
-from pipeline import deployments, dvc_graph, orphan_guard, processes
-from pipeline.remote import dvc_remote
-from stages.params.schedule import Schedule, StageResources
+from pipeline import dvc_graph, orphan_guard, processes
+from pipeline.remote import dvc_remote, prefect_worker
+from stages.params.schedule import Schedule
 
 POOL = "aerie-stages"
-DEPLOYMENT = "stage/stage"  # in prefect.yaml
+STAGE = "stage"  # in prefect.yaml; the deployments beside it are run by `make ui`
 POLL_RUNS_S = 1.0  # one request for all runs
 POLL_WORKERS_S = 10.0
-HEARTBEAT_WAIT_S = 30.0  # for a worker that was online shortly before: it starts again, or its host is busy
-RECENT_HEARTBEAT_S = 600.0
 START_TIMEOUT_S = 180.0  # from a worker's claim of a run to the run's start; a host under load takes some ten seconds
 PAGE_SIZE = 200  # most runs that one answer of the server holds
 
 _transfer_lock = threading.Lock()  # one offer or collection at a time: each is a process that reads the graph
 
 
-class RemoteHosts(Protocol):
-    """Hosts that run stages for this one."""
-
-    def run_order(self, order: dvc_remote.StageOrder, needs: StageResources, log: Callable[[str], object]) -> None:
-        """Run a stage to its end. Raises StageError if it failed, or, transient, if its host is lost."""
-
-    def cancel(self) -> None:
-        """Cancel every stage that runs there."""
-
-
-@contextmanager
-def open_hosts(rules: Schedule, log: Callable[[str], object]) -> Iterator[RemoteHosts | None]:
-    """Connect to the hosts of schedule.runner, None for local. Raises ValueError if there are none, or no DVC remote."""
+def find_hosts(rules: Schedule) -> "PoolWorkers | None":
+    """Return the hosts of schedule.runner, None for local. Raises ValueError if there are none, or no DVC remote."""
     if rules.runner == "local":
-        yield None
-        return
+        return None
     dvc_remote.check_remote()
-    yield PoolWorkers(log)
+    return PoolWorkers()
 
 
-def run_remotely(
-    name: str, needs: StageResources, hosts: RemoteHosts, log: Callable[[str], object]
-) -> dvc_graph.Outcome:
+def run_remotely(name: str, hosts: "PoolWorkers", log: Callable[[str], object]) -> dvc_graph.Outcome:
     """Run one stage on another host and collect its results, or restore it if a host has run it before.
 
-    Raises StageError as `RemoteHosts.run_order`.
+    Raises StageError as `PoolWorkers.run_order`.
     """
     with _transfer_lock:
         lines = processes.run_module(["pipeline.remote.dvc_remote", "offer", name])
@@ -70,22 +59,50 @@ def run_remotely(
     )
     if order is None:
         return dvc_graph.reproduce_stage(name, log)
-    hosts.run_order(dvc_remote.StageOrder(**order), needs, log)
+    hosts.run_order(dvc_remote.StageOrder(**order), log)
     with _transfer_lock:
         processes.run_module(["pipeline.remote.dvc_remote", "collect", name])
     dvc_graph.reproduce_stage(name, log)
     return dvc_graph.Outcome.RAN
 
 
+def read_deployments() -> dict[str, dict[str, Any]]:
+    """Return the deployments of prefect.yaml by name, so that both ways to deploy offer the same."""
+    found = YAML(typ="safe").load(Path(__file__).parents[1].with_name("prefect.yaml").read_text(encoding="utf-8"))
+    return {deployment["name"]: deployment for deployment in found["deployments"]}
+
+
+def deploy_stage() -> None:
+    """Create the work pool for workers of other hosts, and the deployment that runs send there, unless they exist.
+
+    Workers run it in the folder in which they were started.
+    """
+    deployment = read_deployments()[STAGE]
+    pool = deployment["work_pool"]["name"]
+    template = ProcessWorker.get_default_base_job_template()
+    with get_client(sync_client=True) as client:
+        with suppress(ObjectAlreadyExists):
+            client.create_work_pool(WorkPoolCreate(name=pool, type=ProcessWorker.type, base_job_template=template))
+        client.create_deployment(
+            client.create_flow(prefect_worker.stage),
+            deployment["name"],
+            description=deployment["description"],
+            work_pool_name=pool,
+            entrypoint="pipeline.remote.prefect_worker.stage",
+            pull_steps=[{"prefect.deployments.steps.set_working_directory": {"directory": "{{ $PWD }}"}}],
+            parameter_openapi_schema=parameter_schema(prefect_worker.stage).model_dump_for_openapi(),
+        )
+
+
 class PoolWorkers:
     """Workers of the Prefect pool, for which each stage is a flow run. One thread at a time polls the state of all runs."""
 
-    def __init__(self, log: Callable[[str], object]) -> None:
+    def __init__(self) -> None:
         """Look for workers. Raises ValueError if none is online."""
-        deployments.deploy_stage()
+        deploy_stage()
         with get_client(sync_client=True) as client:
-            is_online = wait_for_worker(lambda: client.read_workers_for_work_pool(POOL), log)
-        if not is_online:
+            workers = client.read_workers_for_work_pool(POOL)
+        if not any(worker.status == WorkerStatus.ONLINE for worker in workers):
             raise ValueError(
                 f"params.yaml: schedule.runner is workers, and no worker of the pool {POOL} is online; start one by `make worker`"
             )
@@ -93,13 +110,16 @@ class PoolWorkers:
         self._runs: dict[UUID, FlowRun | None] = {}
         self._polled_runs = self._polled_workers = float("-inf")
 
-    def run_order(self, order: dvc_remote.StageOrder, needs: StageResources, log: Callable[[str], object]) -> None:
-        """Run a stage on a worker, which leases `needs` on its own machine by the same rules as here."""
+    def run_order(self, order: dvc_remote.StageOrder, log: Callable[[str], object]) -> None:
+        """Run a stage to its end on a worker, which leases what it needs on its own machine by the same rules as here.
+
+        Raises StageError if it failed, or, transient, if its host is lost.
+        """
         name = order.stage
         try:
             with get_client(sync_client=True) as client:
                 run = client.create_flow_run_from_deployment(
-                    client.read_deployment_by_name(DEPLOYMENT).id,
+                    client.read_deployment_by_name(f"{STAGE}/{STAGE}").id,
                     name=name,
                     parameters={"order": order.model_dump(exclude_unset=True)},
                     parent_task_run_id=UUID(str(task_run.id)),
@@ -174,25 +194,6 @@ class PoolWorkers:
             if lost:
                 crashed: Any = Crashed(message=f"nothing is heard of {_get_worker_name(run)}")
                 client.set_flow_run_state(run.id, crashed, force=True)
-
-
-def wait_for_worker(read_workers: Callable[[], list[Worker]], log: Callable[[str], object]) -> bool:
-    """Return whether a worker is online, after up to HEARTBEAT_WAIT_S if one was heard of in the last RECENT_HEARTBEAT_S."""
-    until: float | None = None
-    while True:
-        workers = read_workers()
-        if any(worker.status == WorkerStatus.ONLINE for worker in workers):
-            return True
-        earliest = datetime.now(UTC) - timedelta(seconds=RECENT_HEARTBEAT_S)
-        heartbeats = {worker.name: worker.last_heartbeat_time for worker in workers}
-        recent = [name for name, heartbeat in heartbeats.items() if heartbeat and heartbeat > earliest]
-        if not recent or (until and time.monotonic() > until):
-            return False
-        if until is None:
-            until = time.monotonic() + HEARTBEAT_WAIT_S
-            log(f"waiting up to {HEARTBEAT_WAIT_S:.0f} s for a heartbeat of {', '.join(recent)}, online shortly before")
-        if not processes.wait_before_retry(POLL_RUNS_S):
-            return False
 
 
 def check_completed(subject: str, state: State[Any]) -> None:

@@ -6,6 +6,9 @@
 A host that gets a StageOrder pulls its files and upstream outputs and nothing else. Results are looked up under the key of
 DVC's run-cache, a hash of the command, the parameters and the bytes of all dependencies, so that nothing made from other
 inputs is taken for a stage's result.
+
+Its entries are read by private functions of DVC: the public commands (`dvc push --run-cache`) transfer every entry each time, a
+file for each run of each stage. tests/pipeline/test_dvc_remote.py fails where a version of DVC has changed one of them.
 """
 
 import gzip
@@ -22,7 +25,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from ruamel.yaml import YAML
 
-from pipeline import dvc_internals
 from pipeline.dvc_graph import LOCK_FILE, STAGE_NAME, check_stage_name, open_repo, release_lock
 from pipeline.processes import capture_output
 from stages.params.section import RUN_PARAMS
@@ -75,15 +77,6 @@ class StageOrder(BaseModel):
     upstream: dict[StageName, LockedStage]  # of dvc.lock, the stages whose outputs it needs
 
 
-def validate_order(order: StageOrder) -> StageOrder:
-    """Return the order, validated on this host: Ray passes it without a check.
-
-    Raises:
-        ValueError: it names something that is no stage, no digest, or a path outside its folder.
-    """
-    return StageOrder.model_validate(order.model_dump(exclude_unset=True, warnings=False))
-
-
 def offer_stage(name: str) -> StageOrder | None:
     """Push the inputs of a stage as they are here -> the order, or None if its results are in the cache or were on the remote.
 
@@ -128,7 +121,6 @@ def unpack_order(order: StageOrder) -> None:
     Raises:
         ValueError: the remote lacks them, or an output of the project would lie outside the current folder.
     """
-    order = validate_order(order)
     for old in Path().iterdir():
         if old.name not in (".dvc", KEPT_FOLDER):
             shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
@@ -185,8 +177,15 @@ def _get_remote_root(repo: Any) -> tuple[Any, str]:
 
 
 def _locate_run_cache(repo: Any, stage: Any) -> tuple[Path, Any, str]:
-    """Return (folder here, the remote's file system, folder there) of the stage's entries in the run-cache."""
-    key = dvc_internals.compute_run_cache_key(stage)
+    """Return (folder here, the remote's file system, folder there) of the stage's entries in the run-cache.
+
+    Raises ValueError where DVC keeps no run-cache of the stage.
+    """
+    from dvc.stage.cache import _can_hash, _get_stage_hash
+
+    if not _can_hash(stage):
+        raise ValueError(f"{stage.addressing} can't be made elsewhere, for DVC keeps no run-cache of it")
+    key = str(_get_stage_hash(stage))
     fs, root = _get_remote_root(repo)
     return Path(repo.stage_cache.cache_dir, key[:2], key), fs, fs.join(root, "runs", key[:2], key)
 
@@ -201,7 +200,8 @@ def _is_restorable(repo: Any, stage: Any) -> bool:
             temporary = local_folder.with_name(f"{local_folder.name}.{os.getpid()}")
             fs.get_file(entry, str(temporary))
             os.replace(temporary, local_folder / fs.name(entry))
-    cached = dvc_internals.load_cached_run(repo, stage)
+    entry = repo.stage_cache._load(stage)  # of the newest run with these inputs
+    cached = entry and repo.stage_cache._create_stage(entry)
     if cached and not cached.outs_cached():
         with release_lock(repo):
             for wanted in cached.get_used_objs().values():

@@ -41,7 +41,6 @@ def _run_order(order: dvc_remote.StageOrder) -> State[None]:
     log = get_run_logger().info
     with contextlib.ExitStack() as stack:
         try:
-            order = dvc_remote.validate_order(order)
             folder = workspaces.resolve_inside(SENT_FOLDER, order.stage)
         except ValueError as error:  # before anything is touched
             return Failed(message=str(error))

@@ -36,7 +36,6 @@ TEXT_OF_ROW = {
 ORDER_OF_TURNS = (
     "an optional system message, then questions and answers in turn, tool results after calls; put them in that order"
 )
-TRIM_ADVICE = "; or set fix_data.dangling_turns: trim, which cuts such a turn off"
 ID_OF_CALL = (
     "the id of one of the calls before it; correct it, or leave out all ids where results are in the calls' order"
 )
@@ -45,7 +44,7 @@ ID_OF_CALL = (
 TURN_ORDER = re.compile(r"s?(?=u)(u(c+t+)*[ac])*(u(c+t+)*)?")
 # Turns that are in order so far are a whole conversation with one of these behind them.
 COMPLETIONS = ("", "u", "t")
-# What `trim` cuts off: answers before the first question.
+# What is cut off: answers before the first question.
 OPENING_ANSWER = re.compile(r"s?(?P<opening_answer>a+)u.*")
 
 
@@ -146,12 +145,11 @@ def parse_conversation(
     chat_format: str,
     folder: str | None,
     save_image: SaveImage = lambda data, extension: None,
-    trim: bool = False,
     image_roots: Sequence[Path] = (),
 ) -> Conversation:
     """Return a row's turns as messages, with its tools, calls, reasoning and images.
 
-    With `trim`, answers before the first question are cut off, with their images. A blank answer at the end is left out.
+    Answers before the first question are cut off, with their images, and blank turns at the end.
     `folder` is where relative image paths start; None: there are no files. Images come from it and from `image_roots` alone.
     `save_image` stores an image's bytes.
 
@@ -175,13 +173,8 @@ def parse_conversation(
     _insert_system_message(row, parsed)
     given_images = [*enumerate(row_images.order_images(row, turn_images), 1)]  # numbered in messages as in the row
     num_images = len(given_images)
-    trimmed, given_images = _trim_dangling_turns(parsed, given_images) if trim else ({}, given_images)
-    try:
-        _check_turn_order(parsed, own_turns)
-    except DroppedRowError as error:
-        if not trim and _can_be_trimmed(parsed, own_turns):
-            error.expected += TRIM_ADVICE
-        raise
+    trimmed, given_images = _trim_dangling_turns(parsed, given_images)
+    _check_turn_order(parsed, own_turns)
     _check_tool_results(parsed, own_turns)
     messages = [turn.message for turn in parsed]
     conversation = Conversation(messages, trimmed=trimmed)
@@ -228,17 +221,6 @@ def _trim_dangling_turns(parsed: list[ParsedTurn], images: list[GivenImage]) -> 
         trimmed["opening_answer"], images = text, images[text.count(IMAGE_PLACEHOLDER) :]
         del parsed[dangling]
     return trimmed, images
-
-
-def _can_be_trimmed(parsed: list[ParsedTurn], own_turns: list[ParsedTurn]) -> bool:
-    """Return whether turns that are out of order are in order once dangling ones are cut off."""
-    rest = [*parsed]
-    _trim_dangling_turns(rest, [])
-    try:
-        _check_turn_order(rest, own_turns)
-    except DroppedRowError:
-        return False
-    return True
 
 
 def _check_turn_order(parsed: list[ParsedTurn], own_turns: list[ParsedTurn]) -> None:
@@ -343,7 +325,7 @@ def _find_answer(row: dict[str, Any]) -> tuple[str | None, list[Any] | None]:
     value = row[given]
     if isinstance(value, str):  # also one that is JSON, as tables have it
         is_log = any(isinstance(row.get(key), list) for key in request_logs.TURN_LISTS) or '"choices"' in value
-        is_log = given in request_logs.RESPONSE_KEYS and (is_log or request_logs.is_stream(value))
+        is_log &= given in request_logs.RESPONSE_KEYS
         return given, request_logs.read_response(value) if is_log else [{"role": "assistant", "content": value}]
     return given, request_logs.read_response(value)
 

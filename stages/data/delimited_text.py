@@ -4,7 +4,6 @@ The first line names the columns. Fields that hold the delimiter, a quote or a l
 csv writers do it. Not polars' and pyarrow's readers: neither names the line of a broken record.
 """
 
-import contextlib
 import csv
 import re
 from collections import Counter
@@ -14,7 +13,6 @@ from typing import TextIO
 
 import polars as pl
 
-from stages.data import json_lines
 from stages.data.json_lines import MAX_ROW_BYTES
 
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t", ".tab": "\t"}  # of .csv the one that splits the header into most columns
@@ -36,14 +34,14 @@ def read_tables(text: TextIO, path: Path, kind: str, chunk_bytes: int, chunk_row
     size = 0
     yield pl.DataFrame(schema=schema)
     records = _read_records(_RecordLines(text), delimiter, path, line_before)
-    for count, (start, record) in enumerate(records, 1):
+    for start, record in records:
         if len(record) != len(header):
             shown, advice = " | ".join(record), "quote fields that hold the delimiter, a quote or a line break"
             if len(record) < len(header):
                 advice = "write the missing fields, if only as delimiters, or take the line out"
             raise ValueError(
                 f"{path}, line {start}: expected {len(header)} fields, as the header has columns, found {len(record)}: "
-                f"{shown[:80] + '…' * (len(shown) > 80)!r}{_describe_others(records, len(header), start, count)}; {advice}"
+                f"{shown[:80] + '…' * (len(shown) > 80)!r}; {advice}"
             )
         rows.append(record)
         size += sum(map(len, record))
@@ -52,22 +50,6 @@ def read_tables(text: TextIO, path: Path, kind: str, chunk_bytes: int, chunk_row
             rows, size = [], 0
     if rows:
         yield pl.DataFrame(rows, schema=schema, orient="row")
-
-
-def _describe_others(records: Iterator[tuple[int, list[str]]], num_fields: int, first: int, count: int) -> str:
-    """Return which of the records behind the first broken one are broken too; an empty string where none is.
-
-    `count` records were read up to it. The rest of the file is read, until the parser fails.
-    """
-    numbers = [first]
-    with contextlib.suppress(ValueError):
-        for start, record in records:
-            count += 1
-            if len(record) != num_fields:
-                numbers.append(start)
-    if len(numbers) == 1:
-        return ""
-    return f"; {json_lines.describe_numbers(numbers, count, 'records have another number of fields, on lines')}"
 
 
 def _read_header(text: TextIO, path: Path, kind: str) -> tuple[list[str], str, int]:

@@ -2,16 +2,12 @@
 
 import json
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import IO, Any
 
 import orjson
 
-from stages.data import file_content
 from stages.params.units import list_first
 
 MAX_LEVELS = 100  # real tool schemas have about ten; Python's recursion limit is reached at about 500
@@ -41,53 +37,10 @@ def is_text_too_deep(text: str) -> bool:
 MAX_ROW_BYTES = 1 << 26  # of a row of any file: parsed, it may take twenty times as many
 SHOWN_LINES = 5  # broken lines that a message explains or names
 MAX_LINES = 1 << 16  # at once: short ones take more memory than they have bytes
-MAX_REMOVED_LINES = 20  # in the command that writes a copy without them
-CONTROL_BYTE = re.compile(rb"[\x00-\x08\x0e-\x1f]")  # of no text of one byte a character
 
 
 class BrokenRowError(Exception):
     """A line that is no JSON object; the argument says what was expected and found."""
-
-
-class UndecodableRowError(BrokenRowError):
-    """A line of text that is no UTF-8."""
-
-
-@dataclass(frozen=True)
-class BrokenLines:
-    """The lines of a file that are no JSON objects."""
-
-    numbers: list[int]  # from 1
-    total: int  # lines of the file
-    undecodable: list[int]  # of these, text of another encoding than UTF-8
-    has_utf8: bool  # whether other lines have characters of UTF-8 beyond ASCII
-    has_returns: bool  # whether lines end in a carriage return alone, which sed does not see
-
-    @property
-    def is_of_other_encoding(self) -> bool:
-        """Return whether the file as a whole is of another encoding; else some of its lines are damaged."""
-        return bool(self.undecodable) and not self.has_utf8
-
-    def describe(self, path: str) -> str:
-        """Return how many lines are broken, the first few, and what to do."""
-        if self.is_of_other_encoding:
-            lines = describe_numbers(self.undecodable, self.total, "lines are no UTF-8")
-            if others := sorted(set(self.numbers) - set(self.undecodable)):
-                lines += f"; {describe_numbers(others, self.total, 'lines are broken')}"
-            return f"; {lines}; {file_content.advise_conversion(Path(path))}"
-        named, them = "", "that line"
-        if len(self.numbers) > 1:
-            named, them = f"; {describe_numbers(self.numbers, self.total, 'lines are broken')}", "them"
-        return f"{named}; fix {them}{self._write_copy(path)}"
-
-    def _write_copy(self, path: str) -> str:
-        """Return the command that writes a copy without the broken lines; none where they are many, or all."""
-        is_plain = Path(path).suffix in (".jsonl", ".ndjson", ".json") and not self.has_returns
-        if not is_plain or not 0 < len(self.numbers) <= MAX_REMOVED_LINES or len(self.numbers) == self.total:
-            return ", or give another file"
-        script = ";".join(f"{number}d" for number in self.numbers)
-        copy = shlex.quote(f"{path}.whole")  # no name that a folder of data would be read with
-        return f", or write a copy without: sed '{script}' {shlex.quote(path)} > {copy}, and put that in its place"
 
 
 def describe_numbers(numbers: Sequence[int | str], total: int, what: str) -> str:
@@ -117,8 +70,7 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
             ) from None
         except UnicodeDecodeError as error:
             byte = f"the byte 0x{error.object[error.start]:02x} at {error.start + 1} is no UTF-8"
-            found = f"expected one JSON object per line, found {abbreviate_row(line)} ({byte})"
-            raise (BrokenRowError if CONTROL_BYTE.search(error.object) else UndecodableRowError)(found) from None
+            raise BrokenRowError(f"expected one JSON object per line, found {abbreviate_row(line)} ({byte})") from None
     if not isinstance(row, dict):
         raise BrokenRowError(f"expected an object, found {abbreviate_row(line)}")
     return row
@@ -147,21 +99,17 @@ def is_blank(line: bytes | str) -> bool:
     return not line.strip()
 
 
-def find_broken_lines(lines: Iterable[bytes]) -> BrokenLines:
-    """Return all lines of a file that are no JSON objects."""
-    numbers, undecodable, has_utf8, has_returns, total = [], list[int](), False, False, 0
+def find_broken_lines(lines: Iterable[bytes]) -> tuple[list[int], int]:
+    """Return (the numbers, from 1, of all lines of a file that are no JSON objects; the number of lines)."""
+    numbers, total = list[int](), 0
     for line in lines:
         total += 1
-        has_returns |= line.endswith(b"\r")
-        if is_blank(line):
-            continue
         try:
-            parse_row(line)
-            has_utf8 |= not line.isascii()
-        except BrokenRowError as error:
+            if not is_blank(line):
+                parse_row(line)
+        except BrokenRowError:
             numbers.append(total)
-            undecodable += [total] if isinstance(error, UndecodableRowError) else []
-    return BrokenLines(numbers, total, undecodable, has_utf8, has_returns)
+    return numbers, total
 
 
 def abbreviate_row(line: Any) -> str:

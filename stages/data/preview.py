@@ -98,10 +98,9 @@ def preview_rows(params: FixData, rows: int, counts: Counter[str], path: str = "
     with tempfile.TemporaryDirectory(prefix="aerie-preview-") as name:
         (Path(name) / WAITING_IMAGES_FOLDER.name).mkdir()
         files = readers.list_files(raw)
-        batches = readers.find_batches(files)
         for file in files:
             source = readers.name_source(file, raw)
-            chunks = batches.join(file, readers.read_chunks(file, source, {}, params.choose_columns(file)))
+            chunks = readers.read_chunks(file, source, {}, params.choose_columns(file))
             counts[source] = 0
             each = _cut_rows(_count_rows(chunks, counts))
             for row_chunk in islice(each, rows):

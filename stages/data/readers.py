@@ -1,21 +1,20 @@
 """Read raw conversations as chunks of rows: JSONL, JSON, CSV, Parquet, compressed, a folder of those, a dataset of the Hub.
 
 A .txt file has a question a line. It is read where it is fix_data.raw, or where a folder holds nothing else: beside data it is
-likely a note. The output of an OpenAI batch is joined with the batch's input in the same folder (request_logs.py).
+likely a note.
 
 A chunk is a few MiB, so a file of any length needs the memory of some chunks. Chunks of JSON are parsed where they are used,
 which may be another process. A `.json` file with one array is cut into its elements by json_stream.py.
 """
 
 import bz2
-import dataclasses
 import gzip
 import io
 import itertools
 import lzma
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from mimetypes import guess_type
 from pathlib import Path
@@ -28,7 +27,6 @@ from stages.data import (
     chat_formats,
     column_names,
     delimited_text,
-    file_content,
     hub_datasets,
     json_lines,
     json_stream,
@@ -36,7 +34,6 @@ from stages.data import (
     request_logs,
 )
 from stages.data.hub_datasets import CHUNK_BYTES, CHUNK_ROWS, HubRecord
-from stages.data.row_images import DroppedRowError
 from stages.params.units import list_first
 from stages.runtime import foreign_paths
 from stages.runtime.guarded_files import is_parser_error
@@ -95,7 +92,7 @@ def list_files(path: Path) -> list[Path]:
         if detect_file_kind(path) is None:
             raise ValueError(
                 f"{path}: expected {ACCEPTED_FILES}, found a file of another name with "
-                f"{file_content.describe_content(path)}; rename or convert it"
+                f"{describe_content(path)}; rename or convert it"
             )
         files = [path]
     else:
@@ -188,7 +185,7 @@ def _naming(path: Path, kind: str, where: Callable[[], str] = lambda: "") -> Ite
         words = " ".join(str(error).split())[:MAX_ERROR]
         raise ValueError(
             f"{path}: expected a whole {kind} file, found {type(error).__name__} {where()}({words}) in "
-            f"{file_content.describe_content(path)}; copy it again, or give another"
+            f"{describe_content(path)}; copy it again, or give another"
         ) from None
 
 
@@ -237,13 +234,14 @@ def _advise(chunk: RawChunk, number: int, line: bytes | str) -> str:
     try:
         with _open_decompressed(path) as file:
             blocks = json_lines.read_lines(file, CHUNK_BYTES)
-            broken = json_lines.find_broken_lines(itertools.chain.from_iterable(blocks))
+            broken, total = json_lines.find_broken_lines(itertools.chain.from_iterable(blocks))
     except Exception:
         return f"; the file is damaged further on: copy it again. What can be read is {ACCEPTED_FILES}"
-    advice = broken.describe(chunk.display_name)
-    if number or broken.is_of_other_encoding:
+    more = f"; {json_lines.describe_numbers(broken, total, 'lines are broken')}" if len(broken) > 1 else ""
+    advice = f"{more}; fix {'them' if more else 'it'}, or give another file"
+    if number:
         return advice
-    content = file_content.describe_content(path)
+    content = describe_content(path)
     return f"{advice}: {path.name} holds {content}. What can be read is {ACCEPTED_FILES}"
 
 
@@ -326,11 +324,9 @@ def _read_csv(path: Path) -> Iterator[ArrowRows]:
 
 
 def _explain_undecodable(path: Path, error: UnicodeDecodeError) -> ValueError:
-    with _open_decompressed(path) as file:
-        advice = file_content.advise_on_undecodable(path, iter(lambda: file.read(CHUNK_BYTES), b""), error)
     return ValueError(
         f"{path}: expected UTF-8, found the byte 0x{error.object[error.start]:02x} ({error.reason}) in "
-        f"{file_content.describe_content(path)}; {advice}"
+        f"{describe_content(path)}; save it as UTF-8, as iconv -f cp1252 -t utf-8 does"
     )
 
 
@@ -362,12 +358,7 @@ def _read_json_elements(path: Path, key: str) -> Iterator[list[str]]:
 
 
 def _is_row(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    try:
-        return chat_formats.detect_format(request_logs.unwrap_log(value)) is not None
-    except DroppedRowError:  # a row of a log, that can't be used
-        return True
+    return isinstance(value, dict) and chat_formats.detect_format(request_logs.unwrap_log(value)) is not None
 
 
 def _read_parquet(path: Path) -> Iterator[ArrowRows]:
@@ -391,57 +382,48 @@ def read_all_chunks(
     files = list_files(path)
     names = {file: name_source(file, path) for file in files}
     files.sort(key=lambda file: not is_first(names[file]))  # stable: the others stay in order
-    batches = find_batches(files)
     return itertools.chain.from_iterable(
-        batches.join(file, read_chunks(file, names[file], hub_records, choose_columns(file))) for file in files
+        read_chunks(file, names[file], hub_records, choose_columns(file)) for file in files
     )
 
 
-# --- OpenAI's batches --------------------------------------------------------------------------------------------------
+# What a file holds that can't be read under its name, by its first bytes.
+MAGIC_BYTES: tuple[tuple[bytes, str], ...] = (
+    (b"version https://git-lfs.github.com", "a pointer of Git LFS in place of the data: run git lfs pull"),
+    (b"PAR1", "Parquet: name it NAME.parquet"),
+    (b"\x1f\x8b", "gzip: name it NAME.jsonl.gz, or after what is in it"),
+    (b"\x28\xb5\x2f\xfd", "Zstandard: name it NAME.jsonl.zst, or after what is in it"),
+    (b"BZh", "bzip2: name it NAME.jsonl.bz2, or after what is in it"),
+    (b"\xfd7zXZ", "xz: name it NAME.jsonl.xz, or after what is in it"),
+    (b"PK\x03\x04", "a ZIP archive, as .zip, .xlsx and .docx are: unpack it, or save the sheet as CSV (UTF-8)"),
+    (b"%PDF", "a PDF document: conversations can't be read from it"),
+    (b"\x80\x04", "perhaps a Python pickle, which is never loaded: save it as Parquet"),
+    (b"\xff\xfe", "UTF-16 text: save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16 text: save it as UTF-8"),
+)
+HTML_PATTERN = re.compile(rb"\s*<(!doctype html|html|\?xml)", re.IGNORECASE)
+SHOWN_BYTES = 60
 
 
-@dataclass(frozen=True)
-class BatchFiles:
-    """The inputs and outputs of OpenAI batches among the raw files; their rows belong together by custom_id."""
-
-    kinds: dict[Path, str]  # "input" or "output"
-    questions: dict[str, Any]  # request by custom_id
-    answered: dict[str, str]  # name of the output by custom_id
-
-    def join(self, file: Path, chunks: Iterator[RawChunk]) -> Iterator[RawChunk]:
-        """Yield a file's chunks, rows of an output with their requests, rows of an input marked where an output has them."""
-        kind = self.kinds.get(file)
-        for chunk in chunks:
-            if kind is None or isinstance(chunk.rows, ArrowRows):
-                yield chunk
-                continue
-            lines = [row.encode() if isinstance(row, str) else row for row in chunk.rows]
-            rows = (
-                request_logs.join_batch_output(lines, self.questions)
-                if kind == "output"
-                else request_logs.mark_answered(lines, self.answered)
-            )
-            yield dataclasses.replace(chunk, rows=rows)
+def describe_content(path: Path) -> str:
+    """Return what `path` holds, with its size, such as "1,024 bytes that are gzip: ..."."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(512)
+        size = path.stat().st_size
+    except OSError as error:
+        return f"a file that can't be opened ({error.strerror})"
+    if not start:
+        return "an empty file"
+    found = next((words for magic, words in MAGIC_BYTES if start.startswith(magic)), None)
+    if found is None and HTML_PATTERN.match(start):
+        found = "an HTML or XML page, as a failed download leaves it: fetch the file itself"
+    return f"{size:,} bytes that are {found}" if found else f"{size:,} bytes that begin with {_show_start(start)}"
 
 
-def find_batches(files: Iterable[Path]) -> BatchFiles:
-    """Return the batches among the files: read whole only where both an input and an output are there."""
-    kinds = {file: kind for file in files if (kind := _read_batch_kind(file))}
-    if len(set(kinds.values())) < 2:
-        return BatchFiles({}, {}, {})
-    lines = {str(file): _iterate_lines(file) for file in kinds}
-    named = {str(file): kind for file, kind in kinds.items()}
-    return BatchFiles(kinds, *request_logs.index_batches(lines, named))
-
-
-def _iterate_lines(file: Path) -> Iterator[bytes]:
-    with _naming(file, str(detect_file_kind(file))):
-        yield from itertools.chain.from_iterable(_read_lines(file))
-
-
-def _read_batch_kind(file: Path) -> str | None:
-    if detect_file_kind(file) not in (".jsonl", ".ndjson"):
-        return None
-    with suppress(Exception), _open_decompressed(file) as opened:  # said where it is read
-        return request_logs.read_batch_kind(opened.read(CHUNK_BYTES).splitlines()[0])
-    return None
+def _show_start(start: bytes) -> str:
+    """Return the first characters of a text, or the first bytes of anything else."""
+    text = start.decode("utf-8", errors="ignore")  # a character may be cut at the end of `start`
+    if len(text.encode()) < len(start) - 3 or any(ord(c) < 32 and c not in "\t\r\n\f" for c in text):
+        return f"the bytes {start[:16].hex(' ')}"
+    return repr(text[:SHOWN_BYTES] + ("…" if len(text) > SHOWN_BYTES else ""))

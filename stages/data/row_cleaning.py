@@ -1,13 +1,14 @@
 """Judge raw rows one at a time: parse, repair, keep or drop.
 
 A verdict depends on no other row, so chunks are judged in parallel processes. The kept rows of a chunk wait in an Arrow file,
-with the digests by which train_eval_split.py finds duplicates, and their MinHash signatures in a .npy file beside it.
+with the digests by which `assign_splits` finds duplicates and sends each row to train or eval.
 """
 
 import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import partial
 from itertools import pairwise
 from json.encoder import encode_basestring_ascii
@@ -18,7 +19,7 @@ import numpy as np
 import orjson
 import polars as pl
 
-from stages.data import chat_formats, conversations, images, json_lines, near_duplicates, readers, request_logs
+from stages.data import chat_formats, conversations, images, json_lines, readers, request_logs
 from stages.data.chat_formats import Conversation
 from stages.data.chat_turns import Message
 from stages.data.conversations import describe_origin
@@ -100,11 +101,6 @@ class JudgedChunk:
     unread: Counter[str] = field(default_factory=Counter)  # rows by a key that they hold and that is not read
     examples: dict[str, RepairedAnswer] = field(default_factory=dict)  # by rule: the answer with the fewest other rules
 
-    @property
-    def signatures_file(self) -> Path:
-        """Return the file of the kept rows' MinHash signatures [rows, S]; missing where near duplicates are not looked for."""
-        return self.file.with_suffix(".npy")
-
 
 def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path) -> JudgedChunk:
     """Judge each row of a chunk and write the kept ones to `file`."""
@@ -137,9 +133,6 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path) -> JudgedC
         verdict = f"repaired:{','.join(rules)}" if rules else "clean"
         digests = whole[:DIGEST_BYTES], opening[:DIGEST_BYTES]
         kept.append(KeptRow(conversation, _name_row(row, source_row), source_row, verdict, *digests, is_eval))
-    if params.near_duplicate_threshold is not None:
-        texts = ["\n".join(message["content"] for message in one.conversation.messages) for one in kept]
-        np.save(judged.signatures_file, near_duplicates.compute_signatures(texts))
     _build_table(kept, chunk.source).write_ipc(file, compression="lz4")
     return judged
 
@@ -196,12 +189,9 @@ def judge_row(
             f"as fix_data.format: {chat_format} says, found {json_lines.abbreviate_row(row)}; choose another format "
             f"(auto, {', '.join(chat_formats.CHAT_FORMATS)}) or fix the file"
         )
-    trim = params.dangling_turns == "trim"
     save_image = partial(save_waiting_image, folder=images_folder)
     judged.unread.update(chat_formats.list_unread_keys(row, chat_format))
-    conversation = chat_formats.parse_conversation(
-        row, chat_format, chunk.folder, save_image, trim, params.image_roots()
-    )
+    conversation = chat_formats.parse_conversation(row, chat_format, chunk.folder, save_image, params.image_roots())
     origin = describe_origin(chunk.source, source_row)
     repaired = repair_answers(conversation.messages, params, origin) if params.answers != "text" else []
     length = sum(len(message["content"]) for message in conversation.messages)
@@ -311,3 +301,31 @@ def _build_table(kept: list[KeptRow], source: str) -> pl.DataFrame:
         "is_eval": [kept_row.is_eval for kept_row in kept],
     }
     return pl.DataFrame(columns, schema=WAITING_SCHEMA)
+
+
+class SplitFate(IntEnum):
+    """Where a kept row goes; values above EVAL are drops, whose names are the report's reasons."""
+
+    TRAIN = 0
+    EVAL = 1
+    DUPLICATE = 2
+    IN_EVAL = 3
+
+
+def assign_splits(rows: pl.DataFrame) -> np.ndarray:
+    """Return each row's SplitFate, [rows] int8. The first of duplicates is kept; of a training row and an eval row, the eval row.
+
+    `rows` has the columns digest, opening_digest and is_eval of WAITING_SCHEMA, of all chunks in source order.
+    """
+    in_eval = pl.col("is_eval").any()
+    repeats = ~pl.col("digest").is_first_distinct() & (pl.col("is_eval") | ~in_eval.over("digest"))
+    # Only with eval_file: the hash sends equal openings to one split.
+    opens_like_eval = ~pl.col("is_eval") & in_eval.over("opening_digest")
+    fate = (
+        pl.when(repeats)
+        .then(int(SplitFate.DUPLICATE))
+        .when(opens_like_eval)
+        .then(int(SplitFate.IN_EVAL))
+        .otherwise(pl.col("is_eval").cast(pl.Int8))
+    )
+    return rows.select(fate.cast(pl.Int8)).to_series().to_numpy()

@@ -96,15 +96,10 @@ class FixData(Section):
     tables: TableFilePath | None = None
     # prose and code fences around a table: strip, or keep (if the target writes them too)
     surrounding_text: Literal["strip", "keep"] = "strip"
-    # an answer before the first question, a blank question at the end: trim cuts them off; drop drops the
-    # conversation
-    dangling_turns: Literal["trim", "drop"] = "trim"
     min_chars: Count = 1  # shorter conversations are dropped
     max_chars: Count = 8000  # longer conversations are dropped
     # a larger share of dropped rows stops the run with the reasons; null: no limit
     max_dropped_share: Annotated[float, Field(ge=0, lt=1)] | None = 0.5
-    # 0.8 drops conversations that share 80% of their 5-character shingles; null: exact ones only
-    near_duplicate_threshold: Annotated[float, Field(ge=0.5, le=1)] | None = None
     # the eval split: a file in the folder `raw` (or `raw` itself), a folder in it, a pattern of such paths, or a list
     # of those; each file has its own tau. null: split by eval_share
     eval_file: Annotated[EvalFiles | None, BeforeValidator(_check_eval_form)] = None
@@ -112,8 +107,6 @@ class FixData(Section):
     eval_rows: Count | None = None
     # share of rows in the eval split, chosen by a hash of their content: new rows move no other
     eval_share: Share = 0.15
-    # training rows with a duplicate in eval (or a near duplicate): remove or keep
-    eval_overlap: Literal["remove", "keep"] = "remove"
     # folders, beside the data's own, from which rows may name images by path
     image_folders: list[Text] = Field(default_factory=list)
 

@@ -105,7 +105,7 @@ def _parse_conversation(row: dict[str, Any], number: int, folder: str | None) ->
         row = request_logs.unwrap_log(row)
         if (chat_format := chat_formats.detect_format(row)) is None:
             raise MalformedRowError(f"expected a question or turns, found {_describe_keys(row)}")
-        found = chat_formats.parse_conversation(row, chat_format, folder, trim=True)
+        found = chat_formats.parse_conversation(row, chat_format, folder)
     except DroppedRowError as error:
         raise MalformedRowError(f"{error}: found {error.found}, expected {error.expected or 'texts'}") from None
     if found.images:

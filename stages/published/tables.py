@@ -177,27 +177,13 @@ class _PublicationFile(_FileSection):
         return metrics
 
 
-_EXPECTED = {  # pydantic's type of error -> what a file must have there, and what to do
-    "string_type": ("words", "quote it"),
-    "list_type": ("a list", "begin each of its lines with a dash"),
-    "dict_type": ("keys and values", "correct it"),
-    "int_type": ("a count of digits", "count them"),
-    "greater_than_equal": ("a count of digits", "count them"),
-}
-
-
 def _explain_error(error: ValidationError, where: str) -> str:
-    """Return the first error in one line: its location below `where`, what was expected, what was found, what to do."""
+    """Return the first error in one line: its location below `where`, what was expected, what was found."""
     first = error.errors()[0]
-    keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]).removeprefix(".")
-    if first["type"] == "missing":
-        parent, _, last = keys.rpartition(".")
-        return f"{': '.join(filter(None, (where, parent)))}: expected {last}, found no {last}; add it"
-    location = ": ".join(filter(None, (where, keys)))
-    if first["type"] in _EXPECTED:
-        expected, remedy = _EXPECTED[first["type"]]
-        return f"{location}: expected {expected}, found {first['input']!r}; {remedy}"
-    return f"{location}: {first.get('ctx', {}).get('error', first['msg'])}"
+    keys = ".".join(map(str, first["loc"]))
+    if first["type"] == "value_error":  # of the validators above: already complete
+        return f"{where}: {keys}: {first['ctx']['error']}"
+    return f"{where}: {keys}: {first['msg']}, found {first['input']!r:.200}; correct it"
 
 
 # Publications

@@ -79,7 +79,6 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         flow=found.count_rows(),
         reports=found.reports,
         diffs={rule: diff_lines(e["before"], e["after"]) for rule, e in fixed["examples"].items()},
-        near=[diff_lines(e["first"], e["second"]) for e in (fixed["near_duplicates"] or {}).get("examples", [])],
         costs=costs.build_costs_page(found.predicted),
         no_interval=costs.NO_INTERVAL,
         took=provenance.summarise_stage_runs(found.stage_runs, ran),
@@ -135,18 +134,15 @@ def _build_replays(
     }
     other = next(iter(others), None)
     theirs = {tree.shape: tree.tau for tree in found.replays[other]} if other else {}
-    pairs = [(t.tau, theirs[t.shape], t.topk) for t in found.replays.get(best, []) if t.shape in theirs]
+    pairs = [(t.tau, theirs[t.shape]) for t in found.replays.get(best, []) if t.shape in theirs]
     if other and pairs:  # a block draft may share no tree with EAGLE-3
-        won, lost = sum(x > y for x, y, _ in pairs), sum(x < y for x, y, _ in pairs)
+        won, lost = sum(x > y for x, y in pairs), sum(x < y for x, y in pairs)
         duel = trees.CheckpointComparison(best, other, len(pairs), won, lost)
-        draw_duel = partial(plots.draw_checkpoint_comparison, best=best, other=other, pairs=pairs)
-        drawn["duel"] = (f"tau with {best} against tau with {other}", draw_duel)
     return {
         "trees": len(shown_trees),
         "compared_trees": len(shared.get(best, ())),
         "families": found.families,
         "by_family": families.build_families_page(found.replays, found.families, found.predicted.known),
-        "heats": [trees.build_heatmap(shown_trees, budget) for budget in trees.choose_budgets(shown_trees)],
         "duel": duel,
         "held_out": curves,
         "plots": {name: plot and plots.render_svg(plot[1], plot[0]) for name, plot in drawn.items()},

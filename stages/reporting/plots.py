@@ -198,19 +198,6 @@ def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None =
     )
 
 
-def draw_checkpoint_comparison(
-    axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]
-) -> list[PlotPoint]:
-    """Draw a point per tree; `pairs` are tau with `best`, tau with `other`, and topk."""
-    ends = [min(min(x, y) for x, y, _ in pairs), max(max(x, y) for x, y, _ in pairs)]
-    axes.plot(ends, ends, color=INK_COLOUR, linewidth=0.8)
-    for topk, colour in zip(sorted({k for _, _, k in pairs}), _cycle_colours(), strict=False):
-        points = [(y, x) for x, y, k in pairs if k == topk]
-        axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=3, label=f"topk {topk}")
-    axes.set(xlabel=f"tau with {other}", ylabel=f"tau with {best}")
-    return [PlotPoint(y, x, f"topk {k}: tau {x:.2f} with {best}, {y:.2f} with {other}") for x, y, k in pairs]
-
-
 def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
     """Draw a line per checkpoint, starting where the checkpoint it continues ended; dotted the loss on eval answers."""
     ends: dict[str, int] = {}
@@ -256,32 +243,3 @@ def draw_accuracy(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoi
         points = enumerate((100 * share for share in report.epochs[-1].step_accuracy), 1)
         lines[name] = [PlotPoint(x, y, f"{name}: {y:.1f}% at step {x}") for x, y in points]
     return draw_lines(axes, lines)
-
-
-@dataclass(frozen=True)
-class SpeedupPlot:
-    """Lines of speedups over the concurrency, or over the answer length."""
-
-    lines: dict[
-        str, list[tuple[float, float, float | None, float | None]]
-    ]  # (x, speedup, low, high); None of one repeat
-    axis: str
-
-    def draw(self, axes: Any) -> list[PlotPoint]:
-        from matplotlib.ticker import NullLocator
-
-        plot_points, ticks = [], sorted({x for points in self.lines.values() for x, *_ in points})
-        axes.set_xscale("log", base=2)
-        axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
-        for (name, points), colour in zip(self.lines.items(), _cycle_colours(), strict=False):
-            xs, ys, lows, highs = zip(*points, strict=True)
-            axes.plot(xs, ys, marker="o", color=colour, label=name)
-            if None not in (*lows, *highs):
-                axes.vlines(xs, lows, highs, color=colour, linewidth=0.9)
-            for x, y, low, high in points:
-                interval = "" if low is None else f" ({low:.2f}-{high:.2f})"
-                plot_points.append(PlotPoint(x, y, f"{name}, {self.axis} {x:g}: {y:.2f}×{interval}"))
-        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set(xlabel=self.axis, ylabel="speedup over plain decoding")
-        return plot_points

@@ -15,29 +15,6 @@ class Repair(StageReport):
     after: str
 
 
-class NearDuplicate(StageReport):
-    first: str
-    second: str
-    first_origin: str
-    second_origin: str
-    likeness: float
-
-
-class NearDuplicates(StageReport):
-    threshold: float
-    measure: str
-    dropped: int
-    examples: list[NearDuplicate]
-
-
-class Overlap(StageReport):
-    """Training rows like eval rows."""
-
-    policy: str
-    exact: int
-    near: int | None  # None where near duplicates were not looked for
-
-
 class HubSource(StageReport):
     dataset: str
     split: str | None
@@ -52,8 +29,6 @@ class FixReport(StageReport):
     dropped_reasons: dict[str, int]
     examples: dict[str, Repair]
     formats: dict[str, int]
-    near_duplicates: NearDuplicates | None
-    overlap: Overlap
     hub: dict[str, HubSource]
     unread_keys: dict[str, int] = Field(default_factory=dict)
 

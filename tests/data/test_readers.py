@@ -249,7 +249,7 @@ def test_carriage_returns_end_lines(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"prompt,answer\ra,b\rc,d")
     assert [row["prompt"] for _, _, row in rows_of(tmp_path / "a.csv")] == ["a", "c"]
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\r{"prompt: "b"}\r')
-    with pytest.raises(ValueError, match=r"line 2: expected .*; fix that line, or give another file"):
+    with pytest.raises(ValueError, match=r"line 2: expected .*; fix it, or give another file"):
         rows_of(tmp_path / "a.jsonl")
 
 

@@ -43,7 +43,7 @@ def test_one_process_or_several_and_chunks_of_any_size_make_the_same_bytes(
     rows += [{**r, "id": "again"} for r in rows[::40]] + [{"text": "?"}] * 5
     rows += [{**r, "answer": r["answer"][:-9] + "different"} for r in rows[5:300:30]]
     write_raw(rows)
-    set_lines(near_duplicate_threshold="0.8")
+    set_lines()
     outcomes = []
     for size, processors in ((1 << 22, 2), (20_000, 2), (20_000, 1), (3_000, 1)):
         monkeypatch.setattr(readers, "CHUNK_BYTES", size)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import dvc_graph, dvc_internals, processes
+from pipeline import dvc_graph, processes
 from pipeline.dvc_graph import Outcome
 from pipeline.remote import dvc_remote
 from tests.conftest import has_ended
@@ -70,7 +70,7 @@ def test_a_stage_runs_then_stays_then_comes_back_from_the_cache(project):
     raw.write_text("tree,tau\nt5_1_6,2.7\n")
     assert dvc_graph.explain_stale()["first"] == ["raw.csv modified"]
     raw.write_text(before)
-    assert dvc_graph.explain_stale()["first"] == [dvc_graph.RESTORED, "raw.csv modified"]
+    assert dvc_graph.explain_stale()["first"] == ["raw.csv modified"]
     assert run_first() == Outcome.RESTORED
     assert (project.root / "first.csv").read_text() == before
 
@@ -131,21 +131,6 @@ def test_what_another_process_works_on_may_be_stale(project):
         watched.thread.join(60)
 
 
-@pytest.mark.parametrize("cut", ["", "schema: '2.0'\nstages:\n  first:\n    cmd: 'pyth"])
-def test_a_truncated_lock_file_is_restored_from_git_or_removed_and_nothing_runs_again(finished_run, cut: str):
-    project, lock = finished_run, finished_run.root / "dvc.lock"
-    assert dvc_graph.repair_lock() is None
-    lock.write_text(cut)
-    assert "no commit has it; removed" in str(dvc_graph.repair_lock())
-    assert run_all() == dict.fromkeys(["first", "middle", "last"], Outcome.RESTORED)
-    whole = lock.read_text()
-    project.git("init", "-q")
-    project.commit()
-    lock.write_text(cut)
-    assert "restored from the last commit" in str(dvc_graph.repair_lock())
-    assert lock.read_text() == whole and dvc_graph.explain_stale() == {}
-
-
 # `dvc repro` typed by hand, which stops between emptying dvc.lock and writing it until a line comes in.
 BARE_REPRO = """
 import sys
@@ -162,14 +147,13 @@ sys.exit(main(["repro", "-q", "first"]))
 """
 READERS = {
     "explain_stale": lambda: "first" not in dvc_graph.explain_stale(),
-    "repair_lock": lambda: dvc_graph.repair_lock() is None,
     "collect_stage": lambda: dvc_remote.collect_stage("first") is None,
 }
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_lock_file_that_dvc_is_writing_is_read_whole(finished_run, tmp_path: Path, reader: str) -> None:
-    """Bug: DVC empties dvc.lock and then writes it; read meanwhile, two workers' cells failed, and `aerie run` removed it."""
+    """Bug: DVC empties dvc.lock and then writes it; read meanwhile, two workers' cells failed."""
     run_dvc_cli("remote", "add", "-d", "store", str(tmp_path / "store"))
     finished_run.git("init", "-q")
     (finished_run.root / "raw.csv").write_text("tree,tau\nt5_1_6,2.6\n")
@@ -233,19 +217,3 @@ def test_pull_fetches_the_outputs_of_others_below_a_folder_that_a_stage_reads(pr
     assert not (project.root / "alone.csv").exists() and dvc_graph.pull_inputs("report") == []
     run_dvc_cli("repro", "--pull", "--allow-missing")
     assert (project.root / "report.csv").read_text() == whole and not (project.root / "alone.csv").exists()
-
-
-def test_a_cut_list_of_locks_is_emptied(project: Project) -> None:
-    """Bug: a full disk leaves it empty, and every command ended with "JSON structure is corrupted" for good."""
-    dvc_graph.reproduce_stage("first", print)
-    locks = Path(".dvc/tmp/rwlock")
-    for text in ("", '{"write": {"first.csv":'):
-        locks.write_text(text)
-        Path("middle.csv").unlink(missing_ok=True)
-        dvc_graph.reproduce_stage("middle", print)
-        locks.write_text(text)
-        assert set(dvc_graph.explain_stale()) == {"last"} and "first.csv" not in locks.read_text()
-    kept = '{"write": {"elsewhere.csv": {"pid": 1, "cmd": "dvc repro"}}, "read": {}}'
-    locks.write_text(kept)
-    dvc_internals.mend_lock_list()
-    assert locks.read_text() == kept

@@ -154,8 +154,7 @@ def server(served_project: Any, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def test_a_run_shows_the_graph_the_outcomes_and_the_table(server: Server) -> None:
     run = server.run()
     assert server.ended(run)["message"] == "3 stages: 3 ran"
-    shown = server.ask(f"flow_runs/{run}")
-    assert (shown["name"], shown["tags"]) == ("build: first, middle, last", ["checkpoint:e009", "workload:eval"])
+    assert server.ask(f"flow_runs/{run}")["name"] == "build: first, middle, last"
     tasks = server.tasks(run)
     assert {name: task["state_name"] for name, task in tasks.items()} == dict.fromkeys(
         ["first", "middle", "last"], "Ran"
@@ -245,8 +244,8 @@ def test_changed_parameters_run_in_a_workspace_of_their_own_until_promoted(serve
     assert "there is no run" in pipeline("drop", workspace).stderr
 
 
-def test_a_flow_killed_outright_leaves_no_stage_and_the_next_run_mends_dvc_lock(server: Server) -> None:
-    """Bug: nothing ended its stage, which worked on beside the next run; and a cut dvc.lock stopped every run."""
+def test_a_flow_killed_outright_leaves_no_stage(server: Server) -> None:
+    """Bug: nothing ended its stage, which worked on beside the next run."""
     server.project.commit()
     server.project.write_sleeping_stage("middle")
     command = server.find_sleeping_command(server.run())
@@ -256,17 +255,15 @@ def test_a_flow_killed_outright_leaves_no_stage_and_the_next_run_mends_dvc_lock(
     flow.kill()
     assert has_ended(command.pid, 30)
     server.project.write_stage("middle")
-    (server.project.root / "dvc.lock").write_text("")
     run = server.run()
     assert server.ended(run)["type"] == "COMPLETED"
     assert set(server.outcomes(run).values()) <= {"Unchanged", "Restored"}
-    assert wait_for(lambda: [line for line in server.messages(run) if "dvc.lock was cut by a kill" in line])
 
 
 def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(server: Server) -> None:
-    """The stage used to work on, beside the next run, and the server that was left held the port.
+    """The stage used to work on, beside the next run, and the server held the port.
 
-    And a run that could not report its end, as after a power cut, was recorded as running for ever; cancelling it did nothing.
+    And a run that could not report its end was recorded as running for ever; cancelling it did nothing.
     """
     server.project.write_sleeping_stage("middle")
     run = server.run()
@@ -274,13 +271,9 @@ def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(serve
     server.process.kill()
     server.process.wait()
     assert has_ended(command.pid, 120)
-    assert server.ended(run)["type"] == "CRASHED"
-    lost = server.run()
-    server.ask(f"flow_runs/{lost}/set_state", {"state": {"type": "RUNNING"}, "force": True})
     server.start()
     wait_for(server.up, 600)
-    assert "run it again" in server.ended(lost)["message"]
-    assert "ending the Prefect server that a killed `make ui` has left" in server.log.read_text()
+    assert server.ended(run)["type"] == "CRASHED"
 
 
 def test_a_make_ui_whose_server_dies_under_a_run_says_so_and_ends(server: Server) -> None:

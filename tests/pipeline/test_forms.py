@@ -36,11 +36,11 @@ def test_other_keys_are_set_and_empty_fields_change_nothing(home) -> None:
 
 def test_a_sweep_sets_the_keys_of_its_engine(home) -> None:
     axes = {"trees": ["t8_2_16"], "checkpoints": ["e003"], "workloads": ["eval"]}
-    assert Sweep(**axes).build_sections(load_params()) == {
+    assert Sweep(**axes).build_sections() == {
         "benchmark": {"trees": ["t8_2_16"], "checkpoints": ["e003"], "torch_workloads": ["eval"]}
     }
-    assert Sweep(**axes, engine="served").build_sections(load_params()) == {"benchmark_served": axes}
-    assert Sweep(trees=["t8_2_16"]).build_sections(load_params()) == {"benchmark": {"trees": ["t8_2_16"]}}
+    assert Sweep(**axes, engine="served").build_sections() == {"benchmark_served": axes}
+    assert Sweep(trees=["t8_2_16"]).build_sections() == {"benchmark": {"trees": ["t8_2_16"]}}
 
 
 @pytest.mark.parametrize(

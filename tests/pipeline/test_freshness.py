@@ -61,12 +61,12 @@ def stale_by_dvc() -> set[str]:
 def test_without_a_change_dvc_is_not_imported(fresh_project: Project) -> None:
     (fresh_project.root / "more/__pycache__/one.pyc").write_text("written by an import")
     code = (
-        "import sys; from pipeline import dvc_graph as g; print(g.explain_stale(), list(g.list_stages()), g.repair_lock()); "
+        "import sys; from pipeline import dvc_graph as g; print(g.explain_stale(), list(g.list_stages())); "
         "sys.exit('dvc' in sys.modules)"
     )
     env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}
     completed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert (completed.returncode, completed.stdout) == (0, "{} ['first', 'middle', 'last'] None\n"), completed.stderr
+    assert (completed.returncode, completed.stdout) == (0, "{} ['first', 'middle', 'last']\n"), completed.stderr
     assert stale_by_dvc() == set()
 
 
@@ -129,10 +129,7 @@ def test_stale_says_what_and_why_and_fails_where_something_is(fresh_project: Pro
     Path("middle.csv").unlink()
     assert asked() == (
         1,
-        (
-            "stale: middle (restored from the cache, not run; middle.csv missing)\n"
-            "stale: last (middle.csv missing; params.yaml: report.title modified)\n"
-        ),
+        ("stale: middle (middle.csv missing)\nstale: last (middle.csv missing; params.yaml: report.title modified)\n"),
     )
     shutil.rmtree(".dvc/cache")
     for output in ("first.csv", "results/benchmark.csv"):
@@ -169,9 +166,6 @@ def test_a_disk_that_is_read_only_or_full_is_one_line(fresh_project: Project, tm
     (fresh_project.root / "recipes/ours.yaml").write_text("report: {title: ours}\n")
     edit_title()  # so that DVC is asked
     (tmp_path / "full").mkdir()
-    for limit, message in (
-        (READ_ONLY, r".+: Read-only file system; mount its"),
-        (FULL, "the disk is full, or its quota used: "),
-    ):
+    for limit, message in ((READ_ONLY, r".+: Read-only file system; mount its"), (FULL, ".*disk is full")):
         status, line = run_limited(limit, tmp_path / "full", *words)
         assert status == 1 and line.count("\n") == 1 and re.match(f"aerie: {message}", line), line

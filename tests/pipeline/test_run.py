@@ -99,16 +99,6 @@ def test_all_stages_run_by_one_dvc_and_a_second_run_finds_nothing_stale(project:
     assert (again.returncode, again.stdout) == (0, "nothing is stale\n")
 
 
-def test_a_dvc_lock_with_the_conflicts_of_a_merge_is_left_to_the_user(committed: Project) -> None:
-    """Bug: it was taken for one that a kill had cut, and replaced with the last commit's."""
-    lock_file = committed.root / "dvc.lock"
-    text = f"<<<<<<< HEAD\n{lock_file.read_text()}=======\n>>>>>>> theirs\n"
-    lock_file.write_text(text)
-    done = run()
-    assert done.returncode == 1 and "dvc.lock holds conflicts of a merge" in done.stderr
-    assert "Traceback" not in done.stderr and lock_file.read_text() == text
-
-
 def test_a_stage_does_not_outlive_a_dvc_that_is_killed_outright(
     project: Project, started: list[subprocess.Popen[str]]
 ) -> None:

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import report_artifact
+from pipeline import run_artifacts
 from pipeline.dvc_output import find_error
-from pipeline.forms import Changes, Sweep
-from stages.params.schema import load_params
 
 CONCLUSION = "ERROR: failed to reproduce 'fit': failed to run: python -m stages.fit, exited with 1"
 KILLED = (
@@ -40,22 +38,13 @@ def test_the_error_of_a_stage_is_one_line(lines: list[str], expected: list[str] 
     assert find_error(lines) == (expected[0] if isinstance(expected, list) else expected)
 
 
-def test_lists_are_replaced_or_added_to(home: Path) -> None:
-    now = load_params()
-    added = Sweep(trees=["t4_2_8", "t5_1_6"], lists="add").build_sections(now)
-    assert added == {"benchmark": {"trees": [*now.benchmark.trees, "t4_2_8"]}}
-    changed = Changes(trees=["t4_2_8"], lists="add").build_sections(now)
-    assert changed == {"benchmark": {"trees": [*now.benchmark.trees, "t4_2_8"]}}
-
-
 def test_the_report_has_verdict_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    assert report_artifact.render_report() == ""
-    report_artifact.PAGE_FILE.parent.mkdir(parents=True)
-    report_artifact.PAGE_FILE.write_text("<p>the page</p>")
-    report_artifact.TABLE_FILE.write_text("tree  tau\n")
-    report_artifact.METRICS_FILE.write_text(json.dumps({"verdict": {"kind": "launch", "text": "Launch\nt6_4_32"}}))
-    verdict, location, table = report_artifact.render_report().split("\n\n")
+    assert not [*run_artifacts.list_report_parts()]
+    run_artifacts.PAGE_FILE.parent.mkdir(parents=True)
+    run_artifacts.PAGE_FILE.write_text("<p>the page</p>")
+    run_artifacts.TABLE_FILE.write_text("tree  tau\n")
+    run_artifacts.METRICS_FILE.write_text(json.dumps({"verdict": {"kind": "launch", "text": "Launch\nt6_4_32"}}))
+    verdict, location, table = run_artifacts.list_report_parts()
     assert verdict == "**Launch t6_4_32**" and table == "```text\ntree  tau\n```"
     assert location == f"The whole report is {tmp_path / 'results/report/index.html'}, a file of this machine."

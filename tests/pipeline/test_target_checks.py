@@ -76,14 +76,13 @@ def test_a_run_by_prefect_makes_the_checks_of_a_run_here(
         flows.main()
     assert ended.value.code == f"aerie: {error.value}"
     monkeypatch.setattr(flows.run_names, "rename_run", lambda name: name)
-    monkeypatch.setattr(flows.run_names, "tag_run", lambda tags: None)
     monkeypatch.setattr(flows, "get_run_logger", lambda: logging.getLogger("test"))
-    monkeypatch.setattr(flows.dispatch, "open_hosts", lambda *_: pytest.fail("hosts were asked"))
+    monkeypatch.setattr(flows.dispatch, "find_hosts", lambda *_: pytest.fail("hosts were asked"))
     with (
         contextlib.ExitStack() as stack,
         pytest.raises(ValueError, match=re.escape(str(error.value))),
     ):  # from the pages
-        flows._prepare_run(stack, lambda _: "a run", None, None)
+        flows._prepare_run(stack, "a run", None)
 
 
 def test_trees_that_are_left_out_are_told_before_a_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def in_git_with_trees(in_git) -> Any:
 def sweep(name: str, trees: list[str]) -> None:
     """Run a sweep of these trees in a workspace, as its flow does."""
     with contextlib.chdir(workspaces.make_workspace(name)):
-        sections = Sweep(trees=trees).build_sections(load_params())
+        sections = Sweep(trees=trees).build_sections()
         promotion.note_added(Path.cwd(), sections)
         recipes.write_sections(sections)
         run_dvc_cli("repro")

@@ -31,7 +31,7 @@ SPENT = [
     "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft@e000", "check_overfit@e000", "train_draft@e003",
     "train_draft@e009", "replay_trees@e003", "replay_trees@e009", "time_trees@e000", "prepare_prompts@eval",
 ]  # fmt: skip
-PLOTS = 8 + 3  # the last three of latencies
+PLOTS = 7
 PICTURE = '<svg role="img"'  # each has a second one over it, of its points
 ELSEWHERE = r"https?:|//[a-z]|<link|<img|@import|url\((?!#)|\bsrc=|\b(fetch|import)\("  # what a page loads from
 TRACED = [TreeShape(8, 1, 9), TreeShape(10, 2, 32)]
@@ -183,15 +183,8 @@ def _made_up_report(stage: str) -> Row:
         "fix_data": {
             "rows_in": 300, "clean": 200, "repaired": 80, "dropped": 20, "rows_out": 280, "train": 238, "eval": 42,
             "rules": {"fence": 61, "row_count": 25}, "dropped_reasons": {"duplicate": 12, "no table": 8}, "seconds": 0.4,
-            "formats": {"sharegpt": 290, "prompt_answer": 10}, "overlap": {"policy": "keep", "exact": 3, "near": 5},
+            "formats": {"sharegpt": 290, "prompt_answer": 10},
             "hub": {"talk.hub.yaml": {"dataset": "someone/talk", "split": "train", "commit": "8049631c", "rows": 10}},
-            "near_duplicates": {
-                "threshold": 0.8, "measure": "MinHash", "dropped": 7,
-                "examples": [
-                    {"first": "a\nOslo", "first_origin": "a.csv, row 3", "second": "a\nBergen <b>",
-                     "second_origin": "<b>.csv, row 5", "likeness": 0.875},
-                ],
-            },
             "examples": {
                 "fence": {"origin": "a.csv, row 7", "before": f"Here it is:\n```toon\n{fixed}\n```", "after": fixed},
                 "row_count": {"origin": "b.jsonl, row 0", "before": fixed.replace("[2]", "[3]"), "after": fixed},

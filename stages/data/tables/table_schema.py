@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from stages.params.section import Count, Section, Text, suggest_name
 from stages.runtime import guarded_yaml
@@ -147,7 +147,6 @@ class TableValue(Value):
 AnyValue = Annotated[
     TextValue | NumberValue | PlainValue | ListValue | ObjectValue | TableValue, Field(discriminator="type")
 ]
-VALUE_MODELS: tuple[type[Value], ...] = (TextValue, NumberValue, PlainValue, ListValue, ObjectValue, TableValue)
 
 
 class TableFile(Section):
@@ -235,53 +234,11 @@ def load_table_file(path: Path) -> TableFile:
         raise ValueError(f"{path}: {'; '.join(lines)}") from None
 
 
-TYPE_NAMES = [name for model in VALUE_MODELS for name in model.model_fields["type"].annotation.__args__]  # type: ignore[union-attr]
-
-
 def _explain(error: Any) -> str:
-    """Explain one of pydantic's errors as "key: expected, found, what to do"."""
-    location = [str(part) for part in error["loc"]]
-    location = [
-        part
-        for index, part in enumerate(location)
-        if not (index and part in TYPE_NAMES and not _is_named(location, index))
-    ]
-    key, kind, given = ".".join(location), error["type"], error["input"]
-    prefix = f"{key}: " if key else ""
-    if kind == "value_error":
-        return prefix + error["msg"].removeprefix("Value error, ")
-    if kind == "union_tag_invalid":
-        found = error["ctx"]["tag"]
-        return f"{prefix}unknown type {found}{suggest_name(found, TYPE_NAMES)}; expected {', '.join(TYPE_NAMES)}. Correct it"
-    if kind == "union_tag_not_found":
-        return f"{prefix}expected a type, one of {', '.join(TYPE_NAMES)}, found {given!r}; add one, as {{type: text}}"
-    if kind == "extra_forbidden":
-        known = _list_known_keys(error["loc"])
-        return f"{prefix}unknown key{suggest_name(location[-1], known)}; known keys are {', '.join(known)}. Correct the spelling"
-    if kind == "missing":
-        return f"{prefix}missing; add it (docs/data.md)"
-    expected = re.sub(r"^\w+ should (be|have) ", "expected ", error["msg"])
-    return f"{prefix}{expected}, found {given!r}; correct it"
-
-
-def _is_named(location: list[str], index: int) -> bool:
-    """Return whether a part of a location is a name that the user chose, and not the tag of a type."""
-    return location[index - 1] in ("keys", "columns", "names", "units")
-
-
-def _list_known_keys(location: tuple[Any, ...]) -> list[str]:
-    """Return the keys of the model in which a key at `location` is unknown."""
-    tags = [str(part) for part in location[:-1]]
-    models: list[type[BaseModel]] = [TableFile, RowsRule, UnitConversion]
-    model = models[0]
-    for index, part in enumerate(tags):
-        if index and _is_named(tags, index):
-            model = UnitConversion if tags[index - 1] == "units" else model
-        elif part == "rows":
-            model = RowsRule
-        else:
-            model = next(
-                (one for one in VALUE_MODELS if part in one.model_fields["type"].annotation.__args__),  # type: ignore[union-attr]
-                model,
-            )
-    return list(model.model_fields)
+    """Explain one of pydantic's errors as "key: expected, found": its location has the types of values as parts too."""
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "value_error":  # of the validators above: already complete
+        return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
+    if error["type"] == "extra_forbidden":
+        return f"{key}: unknown key; correct it (docs/data.md has all)"
+    return f"{key}: {error['msg']}, found {error['input']!r:.200}; correct it (docs/data.md)"
