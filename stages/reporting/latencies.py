@@ -1,9 +1,13 @@
 """The page's part on latencies: how they spread over single answers or requests of all repeats, per tree and plain decoding."""
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from stages.cells.cell import LoadPoint, RequestRow
 from stages.cells.table import TableLine
+from stages.reporting import plots
+from stages.reporting.plots import PlotPoint
 from stages.reporting.tables import format_title, select_best_plain
 from stages.reporting.text import format_tree
 
@@ -11,6 +15,7 @@ PERCENTILES = (10, 50, 90, 99)  # with linear interpolation between two values
 PLAIN_LABEL = "plain decoding"
 ANSWER_NAMES = {"e2e_s": "answer, s", "ttft_s": "prefill, ms", "tpot_s": "a token after it, ms"}
 REQUEST_NAMES = {"e2e_s": "request, s", "ttft_s": "TTFT, ms", "tpot_s": "TPOT, ms"}
+MAX_PLOT_LINES = 24  # lines of a plot: more are illegible
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class LatencyGroup:
     about: str
     names: dict[str, str]  # kind of latency -> heading
     rows: list[LatencyLine]
+    plots: dict[str, Any]  # kind of latency -> SVG
 
     @property
     def headings(self) -> list[str | tuple[str, str]]:
@@ -73,4 +79,34 @@ def _summarise_spread(about: str, answers: dict[str, list[RequestRow]], names: d
             values = [factor * value for answer in found if (value := answer[name]) is not None]
             percentiles[name] = np.percentile(values, PERCENTILES).tolist() if values else None
         rows.append(LatencyLine(tree, len(found), percentiles))
-    return LatencyGroup(about, names, rows)
+    shown = rows[-MAX_PLOT_LINES:]
+    drawn = {
+        name: plots.render_svg(
+            partial(draw_latencies, rows=[row for row in shown if row.percentiles[name]], name=name, label=label),
+            f"Latencies, {about}: {label}",
+            1 + len(shown) / 4,
+        )
+        for name, label in names.items()
+        if any(row.percentiles[name] for row in shown)
+    }
+    return LatencyGroup(about, names, rows, drawn)
+
+
+def draw_latencies(axes: Any, rows: list[LatencyLine], name: str, label: str) -> list[PlotPoint]:
+    """Draw a line per row, the first on top: from the 10th percentile to the 90th, a dot at the median, a tick at the 99th."""
+    heights, plot_points = range(len(rows)), []
+    for height, row in zip(heights, rows, strict=True):
+        percentiles = row.percentiles[name]
+        assert percentiles, f"{row.tree} has no {name}"
+        low, middle, high, last = percentiles
+        colour = plots.INK_COLOUR if row.tree == PLAIN_LABEL else plots.SERIES_COLOURS[0]
+        axes.hlines(height, low, high, color=colour, linewidth=2.2)
+        axes.plot(middle, height, "o", color=colour, markersize=5)
+        axes.plot(last, height, "|", color=colour, markersize=7)
+        shares = ", ".join(f"p{share} {value:.4g}" for share, value in zip(PERCENTILES, percentiles, strict=True))
+        plot_points.append(PlotPoint(middle, height, f"{row.tree}, {label}: {shares}"))
+    axes.set_yticks(heights, [row.tree for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.set(xlabel=label)
+    return plot_points

@@ -143,6 +143,7 @@ def _build_replays(
         "compared_trees": len(shared.get(best, ())),
         "families": found.families,
         "by_family": families.build_families_page(found.replays, found.families, found.predicted.known),
+        "heats": [trees.build_heatmap(shown_trees, budget) for budget in trees.choose_budgets(shown_trees)],
         "duel": duel,
         "held_out": curves,
         "plots": {name: plot and plots.render_svg(plot[1], plot[0]) for name, plot in drawn.items()},

@@ -243,3 +243,32 @@ def draw_accuracy(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoi
         points = enumerate((100 * share for share in report.epochs[-1].step_accuracy), 1)
         lines[name] = [PlotPoint(x, y, f"{name}: {y:.1f}% at step {x}") for x, y in points]
     return draw_lines(axes, lines)
+
+
+@dataclass(frozen=True)
+class SpeedupPlot:
+    """Lines of speedups over the concurrency, or over the answer length."""
+
+    lines: dict[
+        str, list[tuple[float, float, float | None, float | None]]
+    ]  # (x, speedup, low, high); None of one repeat
+    axis: str
+
+    def draw(self, axes: Any) -> list[PlotPoint]:
+        from matplotlib.ticker import NullLocator
+
+        plot_points, ticks = [], sorted({x for points in self.lines.values() for x, *_ in points})
+        axes.set_xscale("log", base=2)
+        axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
+        for (name, points), colour in zip(self.lines.items(), _cycle_colours(), strict=False):
+            xs, ys, lows, highs = zip(*points, strict=True)
+            axes.plot(xs, ys, marker="o", color=colour, label=name)
+            if None not in (*lows, *highs):
+                axes.vlines(xs, lows, highs, color=colour, linewidth=0.9)
+            for x, y, low, high in points:
+                interval = "" if low is None else f" ({low:.2f}-{high:.2f})"
+                plot_points.append(PlotPoint(x, y, f"{name}, {self.axis} {x:g}: {y:.2f}×{interval}"))
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set(xlabel=self.axis, ylabel="speedup over plain decoding")
+        return plot_points

@@ -18,7 +18,7 @@ class ServedPage:
     """The content of templates/served.html.j2."""
 
     groups: list[ResultGroup]
-    sweeps: list[LoadSweep]
+    sweeps: list[tuple[LoadSweep, Any]]  # each with its plot as an SVG
     memory: dict[str, list[Cell]]  # by workload, of which any is known
     graded: list[TableLine]
     counted: list[TableLine]
@@ -42,7 +42,7 @@ def build_served_page(all_lines: list[TableLine]) -> ServedPage | None:
             memory.setdefault(f"{cell.workload}, {cell.engine}", []).append(cell)
     return ServedPage(
         groups=group_loads(rows),
-        sweeps=build_sweeps(rows),
+        sweeps=[(sweep, sweep.draw()) for sweep in build_sweeps(rows)],
         memory=memory,
         graded=[line for line in lines if line.point and line.point.quality],
         counted=[line for line in served if line.point and line.point.acceptance],

@@ -1,12 +1,13 @@
 """When not to speculate: speedups of served cells over concurrency and answer length, and where they fall below 1."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from stages.cells import prediction
 from stages.cells.table import ResultRow
 from stages.params.tree_shape import Load
+from stages.reporting import plots
 from stages.reporting.text import format_tree
 
 RowsByLoad = dict[Load, ResultRow]
@@ -44,8 +45,13 @@ class LoadSweep:
     slower: list[ResultRow]  # loads at which plain decoding is faster
     cap_names: list[str]  # concurrencies, as the heat table heads them
     heat: list[tuple[int, list[SweepCell | None]]]  # tokens, and by concurrency; None where that load was not measured
-    # a sentence for each answer length along the concurrency, else for each concurrency along the answer length
-    break_evens: list[str]
+    by_length: list[str]  # break-evens along the concurrency, one sentence per answer length
+    by_cap: list[str]  # break-evens along the answer length, one sentence per concurrency
+    plot: plots.SpeedupPlot | None
+
+    def draw(self) -> Any:
+        """Return the plot as an SVG; None where the sweep has no axis."""
+        return self.plot and plots.render_svg(self.plot.draw, f"Speedup of {self.name} over {self.plot.axis}")
 
 
 def build_sweeps(rows: list[ResultRow]) -> list[LoadSweep]:
@@ -86,23 +92,45 @@ def _build_sweep(
     heat = [(tokens, [cells.get(Load(tokens, cap)) for cap in caps]) for tokens in lengths]
     cap_names = ["no limit" if cap is None else str(cap) for cap in caps]
     slower = [row for row in sorted(by_load.values(), key=lambda row: row.load.sort_key) if _get_speedup(row) < 1]
-    break_evens = list(_describe_break_evens(by_load, lengths, caps))
-    return LoadSweep(name, *names, of_trees, len(by_load), slower, cap_names, heat, break_evens)
+    by_length, by_cap = _describe_break_evens(by_load, lengths, caps)
+    plot = _build_speedup_plot(by_load, lengths, caps)
+    return LoadSweep(name, *names, of_trees, len(by_load), slower, cap_names, heat, by_length, by_cap, plot)
 
 
-def _describe_break_evens(by_load: RowsByLoad, lengths: list[int], caps: list[int | None]) -> Iterator[str]:
-    """Yield break-evens in words: along the concurrency for each answer length; where none varies, along the length."""
+def _describe_break_evens(
+    by_load: RowsByLoad, lengths: list[int], caps: list[int | None]
+) -> tuple[list[str], list[str]]:
+    """Return break-evens in words: along the concurrency for each answer length, and the other way round."""
     speedups = {load: _get_speedup(row) for load, row in by_load.items()}
     limits = [cap for cap in caps if cap is not None]  # no limit is not on the axis
-    of_length = {
-        tokens: [(cap, speedups[load]) for cap in limits if (load := Load(tokens, cap)) in speedups]
-        for tokens in lengths
-    }
-    for tokens, points in of_length.items():
+    by_length, by_cap = [], []
+    for tokens in lengths:
+        points = [(cap, speedups[load]) for cap in limits if (load := Load(tokens, cap)) in speedups]
         if len(points) > 1:
-            yield f"answers of {tokens:g} tokens: {prediction.describe_crossings(points, 'concurrency')}"
-    for cap in caps if max(map(len, of_length.values())) < 2 else ():
+            by_length.append(f"answers of {tokens:g} tokens: {prediction.describe_crossings(points, 'concurrency')}")
+    for cap in caps:
         points = [(tokens, speedups[load]) for tokens in lengths if (load := Load(tokens, cap)) in speedups]
         if len(points) > 1:
             cap_label = "without a limit of concurrency" if cap is None else f"at concurrency {cap}"
-            yield f"{cap_label}: {prediction.describe_crossings(points, 'answer length')}"
+            by_cap.append(f"{cap_label}: {prediction.describe_crossings(points, 'answer length')}")
+    return by_length, by_cap
+
+
+def _build_speedup_plot(by_load: RowsByLoad, lengths: list[int], caps: list[int | None]) -> plots.SpeedupPlot | None:
+    """Return a line per answer length over concurrency, or per concurrency over answer length where only that varies."""
+    limits = [cap for cap in caps if cap is not None]
+    series: dict[str, list[tuple[float, ResultRow | None]]]
+    if len(limits) > 1:
+        axis, unit = "concurrency", "tokens"
+        series = {str(tokens): [(cap, by_load.get(Load(tokens, cap))) for cap in limits] for tokens in lengths}
+    elif len(lengths) > 1:
+        axis, unit = "answer length (tokens)", "concurrency"
+        names = {cap: "inf" if cap is None else str(cap) for cap in caps}
+        series = {names[cap]: [(tokens, by_load.get(Load(tokens, cap))) for tokens in lengths] for cap in caps}
+    else:
+        return None
+    lines = {
+        f"{name} {unit}": [(x, _get_speedup(row), row.speedup_low, row.speedup_high) for x, row in rows if row]
+        for name, rows in series.items()
+    }
+    return plots.SpeedupPlot({name: points for name, points in lines.items() if points}, axis)

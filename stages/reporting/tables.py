@@ -226,7 +226,7 @@ def _format_load_group(group: ResultGroup, rows: list[ResultRow]) -> list[str]:
     members = [row for row in rows if (row.workload, row.engine) == (group.workload, group.engine)]
     for sweep in build_sweeps(members):
         if sweep.checkpoint == group.checkpoint:
-            text += [f"{sweep.name}: {sentence}" for sentence in sweep.break_evens]
+            text += [f"{sweep.name}: {sentence}" for sentence in sweep.by_length or sweep.by_cap]
     for row in measured:
         failed = (row.requests or 0) - (row.completed or 0)
         remarks = row.remark, explain_tau_gap(row), failed and f"{failed} of {row.requests} requests failed"

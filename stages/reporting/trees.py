@@ -86,10 +86,34 @@ def build_trees_page(trees: list[ReplayedTree], statistics: list[TreeBucket], be
 # Which tree
 
 
+@dataclass(frozen=True)
+class Heatmap:
+    """tau by num_steps and topk, at one budget of draft tokens."""
+
+    budget: int
+    steps: list[int]
+    topks: list[int]
+    cells: dict[tuple[int, int], ReplayedTree]  # by (num_steps, topk)
+    low: float  # the lowest tau
+    high: float
+
+    def weigh(self, tree: ReplayedTree) -> float:
+        """Return the strength of a tree's colour, in 0..1."""
+        return (tree.tau - self.low) / ((self.high - self.low) or 1)
+
+
 def choose_budgets(trees: list[ReplayedTree]) -> list[int]:
     """Return the published budgets that the grid has, else its largest."""
     grid = {tree.num_draft_tokens for tree in trees if tree.topk > 1} or {tree.num_draft_tokens for tree in trees}
     return sorted(grid & PUBLISHED_BUDGETS) or sorted(grid)[-1:]
+
+
+def build_heatmap(trees: list[ReplayedTree], budget: int) -> Heatmap:
+    """Return tau by num_steps and topk, each at as many draft tokens of `budget` as it can use."""
+    fitting = sorted((t for t in trees if t.num_draft_tokens <= budget), key=lambda t: t.num_draft_tokens)
+    best = {(tree.num_steps, tree.topk): tree for tree in fitting}
+    taus = [tree.tau for tree in best.values()]
+    return Heatmap(budget, sorted({s for s, _ in best}), sorted({k for _, k in best}), best, min(taus), max(taus))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ SPENT = [
     "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft@e000", "check_overfit@e000", "train_draft@e003",
     "train_draft@e009", "replay_trees@e003", "replay_trees@e009", "time_trees@e000", "prepare_prompts@eval",
 ]  # fmt: skip
-PLOTS = 7
+PLOTS = 7 + 3  # the last three of latencies
 PICTURE = '<svg role="img"'  # each has a second one over it, of its points
 ELSEWHERE = r"https?:|//[a-z]|<link|<img|@import|url\((?!#)|\bsrc=|\b(fetch|import)\("  # what a page loads from
 TRACED = [TreeShape(8, 1, 9), TreeShape(10, 2, 32)]

@@ -35,20 +35,27 @@ def test_a_sweeps_break_evens_come_from_its_points() -> None:
     (sweep,) = served_sweeps.build_sweeps(
         with_speedups({(10, 16): 0.8, (10, 64): 0.4, (1000, 16): 1.5, (1000, 64): 0.5, (1000, 1): 2.0})
     )
-    assert sweep.break_evens == [
+    assert sweep.by_length == [
         "answers of 10 tokens: slower at every concurrency measured, 16 to 64: at best 0.8× at 16",
         "answers of 1000 tokens: faster up to a concurrency of 32, slower beyond",
     ]
+    assert sweep.by_cap[0].startswith("at concurrency 16: slower up to an answer length of ")
+    assert sweep.by_cap[1].startswith("at concurrency 64: slower at every answer length")
+    assert len(sweep.by_cap) == 2  # at concurrency 1 there is one length only
     assert [row.load.shorten() for row in sweep.slower] == ["10 x 16", "10 x 64", "1000 x 64"]
     (even,) = served_sweeps.build_sweeps(with_speedups({(10, 4): 0.8, (1000, 4): 1.2}))
-    assert even.break_evens == ["at concurrency 4: slower up to an answer length of 100, faster beyond"]
+    assert (even.by_length, even.by_cap) == (
+        [],
+        ["at concurrency 4: slower up to an answer length of 100, faster beyond"],
+    )
+    assert even.plot and even.plot.axis == "answer length (tokens)"
 
 
 def test_the_best_tree_at_each_load_stands_first() -> None:
     rows = with_speedups({(64, 1): 2.0, (64, 64): 0.8}) + with_speedups({(64, 1): 1.8, (64, 64): 1.1}, tree="t8_2_16")
     best, *each = served_sweeps.build_sweeps(rows)
     assert [c.row["tree"] for c in best.heat[0][1]] == ["t5_1_6", "t8_2_16"]
-    assert best.break_evens == [
+    assert best.by_length == [
         "answers of 64 tokens: faster at every concurrency measured, 1 to 64: at least 1.1× at 64"
     ]
     assert [sweep.name for sweep in (best, *each)] == ["the best tree at each load", "5_1_6 (5_1_5)", "8_2_16"]
