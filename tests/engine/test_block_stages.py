@@ -1,19 +1,16 @@
 """benchmark and time_trees on a block checkpoint of a tiny target, and what can't be measured with it."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stages import benchmark, prepare_prompts, time_trees
-from stages.cells import timing_grid
+from stages import benchmark, prepare_prompts
 from stages.cells.table import TableLine
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.params import schema
-from stages.params.tree_shape import TreeShape
 from stages.target import manifest
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import METHOD_OPTIONS, SEGMENT_KEYS, random_block_draft
@@ -68,19 +65,6 @@ def project(talking_project: Path) -> Path:
     return talking_project
 
 
-@two_methods
-def test_a_cell_of_a_block_checkpoint(project: Path, method: str) -> None:
-    write_draft(method)
-    name_checkpoint(project, method)
-    prepare_prompts.main("eval")
-    for tree in TREES:
-        benchmark.main("eval", "block", tree)
-        line = read_line("eval", "block", tree)
-        assert line.row.identical_share == 1.0 and line.row.num_steps == 3 and line.row.requests == 5
-        histogram = line.point.acceptance.histogram
-        assert sum(histogram) > 5 and len(histogram) == 4
-
-
 def sample_drafts(project: Path, method: str, temperature: float = 0.8, **more: Any) -> None:
     hot = {**WORKLOADS["eval"], "temperature": temperature, **more}
     chosen = {"draft_sampling": "sampled", "trees": ["t3_1_4"], "torch_workloads": ["eval"]}
@@ -119,7 +103,6 @@ def test_a_cell_of_sampled_drafts_says_so_and_at_temperature_0_is_greedy(project
             {"checkpoints": ["e003", "block"]},
             "benchmark.checkpoints: e003 is of EAGLE-3 and benchmark.draft_sampling is",
         ),
-        ({"draft_sampling": "drawn"}, "benchmark.draft_sampling: expected 'greedy' or 'sampled', found 'drawn'"),
     ],
 )
 def test_what_has_no_sampled_drafts_is_refused_before_anything_runs(project: Path, changes: Any, message: str) -> None:
@@ -131,21 +114,3 @@ def test_what_has_no_sampled_drafts_is_refused_before_anything_runs(project: Pat
     if "draft_sampling" not in changes:  # where nothing is sampled, nothing is refused
         edit_params(project, {"benchmark": {"workloads": WORKLOADS}})
         schema.load_params()
-
-
-@two_methods
-def test_the_grid_of_a_block_checkpoint(project: Path, method: str) -> None:
-    """Trees of the grid deeper than the block are left out."""
-    draft = write_draft(method)
-    name_checkpoint(project, method)
-    edit_params(project, {"time_trees": {"checkpoints": ["block"], "num_steps": [1, 2, 3, 4, 6], "topk": [1, 2, 3]}})
-    time_trees.main("block")
-    found = timing_grid.read_timing_grid("block", "tiny")
-    trees = schema.load_params().time_trees.list_trees()
-    shallow = [tree for tree in trees if tree.num_steps <= draft.config.num_drafts]
-    assert TreeShape(draft.config.num_drafts, 1, draft.config.num_drafts + 1) in shallow
-    assert len(shallow) < len(trees)
-    assert [(r["num_steps"], r["topk"], r["num_draft_tokens"]) for r in found["grid"]] == [
-        (tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in shallow
-    ]
-    assert found["draft"] == json.loads(Path("drafts/block/draft/config.json").read_text())
