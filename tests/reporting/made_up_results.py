@@ -120,11 +120,6 @@ def make_up_spent(*stages: str, seconds: float = 60.0, gpus: tuple[str, ...] = (
             log.write(json.dumps(asdict(run)) + "\n")
 
 
-def make_up_import(name: str) -> None:
-    make_up_spent(*(f"{stage}@{name}" for stage in ("import_draft", "replay_trees", "time_trees")))
-    atomic.write_json(Path(f"results/train/{name}.json"), {"checkpoint": name, "weights": "cd" * 32})
-
-
 def made_up_inside(checkpoint: str) -> list[TreeBucket]:
     """Buckets that could be true: 60 cycles a tree, half of the expected drafts are accepted."""
     buckets = {
