@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cli, commands, doctor, dvc_graph, estimate, promotion, recipes, reproduce
+from pipeline import cli, commands, estimate, recipes, reproduce
 from tests.conftest import ROOT
 
 
@@ -17,16 +17,11 @@ from tests.conftest import ROOT
     [
         (["run", "--verbose"], commands, "run_graph", (True,)),
         (["table"], commands, "read_table", ()),
-        (["stale"], commands, "list_stale", ()),
         (["use", "weather-tiny", "--keep"], recipes, "use_recipe", ("weather-tiny", True)),
-        (["reproduce", "weather-tiny"], reproduce, "reproduce_recipe", ("weather-tiny", False)),
         (["reproduce", "weather-tiny", "--dry-run"], reproduce, "describe_dry_run", ("weather-tiny", False)),
         (["reproduce", "--compare", "weather-tiny"], reproduce, "compare_recipe", ("weather-tiny", False)),
-        (["promote", "a-run"], promotion, "promote_run", ("a-run",)),
-        (["pull", "train_draft@e009"], dvc_graph, "pull_inputs", ("train_draft@e009",)),
         (["estimate", "weather-tiny", "--gpu", "h100"], estimate, "describe_estimate", ("weather-tiny", None, "h100")),
         (["estimate", "--params", "mine.yaml"], estimate, "describe_estimate", (None, Path("mine.yaml"), "h200")),
-        (["doctor", "weather-tiny"], doctor, "report_findings", ("weather-tiny",)),
     ],
 )
 def test_a_command_prints_the_lines_of_its_function(
