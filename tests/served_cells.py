@@ -1,7 +1,7 @@
 """Served cells that could be true, for tests: loads are latency.summary of made-up records, so their shape is the real one."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -134,11 +134,3 @@ def replayed_tree(
         "tau": tau,
     }
     return ReplayedTree(**tree | {"tau_low": low or tau, "tau_high": high or tau} | counts | bounds | keys)
-
-
-def sweep(lengths: list[int], caps: list[int], tpot_s: Callable[[int, int], float], **keys: Any) -> list[Row]:
-    return [
-        point(tokens, cap, tpot_s(tokens, cap), requests=max(8, cap), seed=cap, **keys)
-        for tokens in lengths
-        for cap in caps
-    ]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from stages import benchmark, prepare_prompts
+from stages import benchmark, prepare_prompts, time_trees
+from stages.cells import timing_grid
 from stages.cells.table import TableLine
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
@@ -88,6 +89,7 @@ def test_a_cell_of_sampled_drafts_says_so_and_at_temperature_0_is_greedy(project
     assert [line.row.draft_sampling for line in found.values()] == ["sampled", "greedy", "greedy", "greedy"]
     assert read_answers(found[0.0, "sampled"]) == read_answers(found[0.0, "greedy"])
     assert read_answers(found[0.8, "sampled"]) != read_answers(found[0.8, "greedy"])
+    assert found[0.0, "greedy"].row.identical_share == 1.0
     sampled = found[0.8, "sampled"]
     assert sampled.row.identical_share is None and sum(row.accepted for row in sampled.point.requests) > 0
 
@@ -114,3 +116,16 @@ def test_what_has_no_sampled_drafts_is_refused_before_anything_runs(project: Pat
     if "draft_sampling" not in changes:  # where nothing is sampled, nothing is refused
         edit_params(project, {"benchmark": {"workloads": WORKLOADS}})
         schema.load_params()
+
+
+def test_the_grid_of_a_block_checkpoint(project: Path) -> None:
+    """Trees of the grid deeper than the block are left out."""
+    depth = write_draft("dspark").config.num_drafts
+    name_checkpoint(project, "dspark")
+    edit_params(project, {"time_trees": {"checkpoints": ["block"], "num_steps": [1, 3, 4, 6], "topk": [1, 2]}})
+    time_trees.main("block")
+    trees = schema.load_params().time_trees.list_trees()
+    shallow = [(tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in trees if tree.num_steps <= depth]
+    found = timing_grid.read_timing_grid("block", "tiny")["grid"]
+    assert [(row["num_steps"], row["topk"], row["num_draft_tokens"]) for row in found] == shallow
+    assert (depth, 1, depth + 1) in shallow and len(shallow) < len(trees)
