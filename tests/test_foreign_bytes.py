@@ -50,15 +50,9 @@ VALUES = (
     [None], [0.5, "x"], {}, {"rope_type": 3}, {"a": {"b": []}}, DEEP,
 )  # fmt: skip
 DTYPES = (
-    torch.float16,
-    torch.float64,
-    torch.int8,
-    torch.int64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.complex64,
+    torch.float16, torch.float64, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64,
     torch.uint16,
-)
+)  # fmt: skip
 ROWS = [{"messages": [{"role": role, "content": f"{n}?"} for role in ("user", "assistant")]} for n in range(12)]
 
 

@@ -107,12 +107,9 @@ def test_a_config_of_ones_own_and_the_options(project: Path, tmp_path: Path) -> 
     shutil.copytree(project, root, symlinks=True)
     (root / "draft_configs").mkdir(exist_ok=True)
     mine = {
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
+        "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
         "rope_theta": 20000,
-    }
+    }  # fmt: skip
     (root / "draft_configs/mine.json").write_text(json.dumps(mine | {"model_type": "llama", "use_cache": True}))
     options = {
         "draft_config_path": "draft_configs/mine.json",

@@ -17,13 +17,8 @@ from tests.sampled_rows import write_sampled
 from tests.talking import WORKLOADS
 
 RANDOM = {
-    "prompts": "random",
-    "num_prompts": 40,
-    "input_tokens": 64,
-    "length_range": 0.5,
-    "concurrency": 8,
-    "warmup": 3,
-}
+    "prompts": "random", "num_prompts": 40, "input_tokens": 64, "length_range": 0.5, "concurrency": 8, "warmup": 3,
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -17,15 +17,9 @@ from tests.conftest import edit_params
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GRID = {
-    "num_steps": [1, 3, 6],
-    "topk": [1, 2],
-    "num_draft_tokens": [2, 4, 8],
-    "context": 16,
-    "warmup": 1,
-    "cycles": 2,
-    "repeats": 3,
-    "batches": [1],
-}
+    "num_steps": [1, 3, 6], "topk": [1, 2], "num_draft_tokens": [2, 4, 8], "context": 16, "warmup": 1, "cycles": 2,
+    "repeats": 3, "batches": [1],
+}  # fmt: skip
 
 
 @pytest.fixture

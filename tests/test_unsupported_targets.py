@@ -35,12 +35,9 @@ HYBRID = {
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 GEMMA2 = {"head_dim": 8, "sliding_window": 32, "query_pre_attn_scalar": 8, "pad_token_id": 0}
 LLAMA4 = {
-    "head_dim": 8,
-    "intermediate_size_mlp": 48,
-    "num_local_experts": 2,
-    "pad_token_id": 0,
+    "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "pad_token_id": 0,
     "attention_chunk_size": 1024,
-}
+}  # fmt: skip
 GEMMA = {"model_type": "gemma", "head_dim": 8, "pad_token_id": 0}
 CLASSES: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     # Bug: sample_target advised to get the target's files again.

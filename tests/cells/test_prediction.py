@@ -78,12 +78,8 @@ def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
     trees = ("t5_3_12", 1.9, 1.7), ("t3_1_4", 1.4, 1.2), ("t2_1_3", 1.3, 1.1)
     rows = [guess(*tree, engine=engine) for engine in ("sglang", "vllm") for tree in trees]
     sglang, vllm = prediction.choose_launches(rows, chains_on_vllm)
-    assert (sglang["engine"], sglang["num_steps"], sglang["topk"], sglang["flags"]) == (
-        "sglang",
-        5,
-        3,
-        ["--tree", "5_3"],
-    )
+    found = [sglang[key] for key in ("engine", "num_steps", "topk", "flags")]
+    assert found == ["sglang", 5, 3, ["--tree", "5_3"]]
     assert (vllm["engine"], vllm["num_steps"], vllm["topk"], vllm["flags"]) == ("vllm", 3, 1, ["--tree", "3_1"])
     assert "    --tree 3_1    # vllm 9.1 or later" in format_launch_table([sglang, vllm])
 
@@ -112,10 +108,8 @@ def test_the_concurrency_above_which_to_turn_speculation_off(
     ]
     launch = [row for row in prediction.choose_launches(rows, chains_on_vllm) if row.engine == "sglang"]
     (limit,) = prediction.find_limits(launch)
-    assert (limit.off_above, limit.enabled) == (
-        off_above,
-        [cap for one, cap in zip(enabled, (1, 8, 32), strict=True) if one],
-    )
+    assert limit.off_above == off_above
+    assert limit.enabled == [cap for one, cap in zip(enabled, (1, 8, 32), strict=True) if one]
     assert describe_limit(limit) == f"sglang, chat, 64 tokens: {text}"
     assert prediction.find_limits(launch[:1]) == []
 

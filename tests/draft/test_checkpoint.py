@@ -27,22 +27,13 @@ CHOSEN = [3, 4, 11, 12, 29]  # the target's tokens that the draft knows, ascendi
 
 # As in SpecForge's checkpoints and SGLang 0.5.17's llama_eagle3.py; attention reads cat([embedding, feature]), 2H.
 EXPECTED = {
-    "fc.weight": (8, 24),
-    "midlayer.input_layernorm.weight": (8,),
-    "midlayer.hidden_norm.weight": (8,),
-    "midlayer.post_attention_layernorm.weight": (8,),
-    "midlayer.self_attn.q_proj.weight": (24, 16),
-    "midlayer.self_attn.k_proj.weight": (12, 16),
-    "midlayer.self_attn.v_proj.weight": (12, 16),
-    "midlayer.self_attn.o_proj.weight": (8, 24),
-    "midlayer.mlp.gate_proj.weight": (20, 8),
-    "midlayer.mlp.up_proj.weight": (20, 8),
-    "midlayer.mlp.down_proj.weight": (8, 20),
-    "norm.weight": (8,),
-    "lm_head.weight": (5, 8),
-    "d2t": (5,),
-    "t2d": (30,),
-}
+    "fc.weight": (8, 24), "midlayer.input_layernorm.weight": (8,), "midlayer.hidden_norm.weight": (8,),
+    "midlayer.post_attention_layernorm.weight": (8,), "midlayer.self_attn.q_proj.weight": (24, 16),
+    "midlayer.self_attn.k_proj.weight": (12, 16), "midlayer.self_attn.v_proj.weight": (12, 16),
+    "midlayer.self_attn.o_proj.weight": (8, 24), "midlayer.mlp.gate_proj.weight": (20, 8),
+    "midlayer.mlp.up_proj.weight": (20, 8), "midlayer.mlp.down_proj.weight": (8, 20), "norm.weight": (8,),
+    "lm_head.weight": (5, 8), "d2t": (5,), "t2d": (30,),
+}  # fmt: skip
 
 
 def draft() -> dict[str, Tensor]:

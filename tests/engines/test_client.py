@@ -130,13 +130,9 @@ def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.Mo
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "gpu2,.local")
     urls = [
-        "http://gpu1:8000",
-        "http://gpu2:8000",
-        "http://a.local:1",
-        "http://127.0.0.1:1",
-        "http://localhost:1",
+        "http://gpu1:8000", "http://gpu2:8000", "http://a.local:1", "http://127.0.0.1:1", "http://localhost:1",
         "https://b",
-    ]
+    ]  # fmt: skip
     assert [http_session.find_proxy(url) for url in urls] == ["http://proxy:3128", None, None, None, None, None]
     with Fake() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)

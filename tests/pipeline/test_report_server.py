@@ -48,13 +48,8 @@ def ask(root: Path, path: str, method: str = "GET") -> Answer:
         sent.append(message)
 
     scope = {
-        "type": "http",
-        "method": method,
-        "path": unquote(path),
-        "root_path": "",
-        "headers": [],
-        "query_string": b"",
-    }
+        "type": "http", "method": method, "path": unquote(path), "root_path": "", "headers": [], "query_string": b"",
+    }  # fmt: skip
     asyncio.run(report_server.ReportPages(PlainTextResponse("Prefect's"), SECRET, root)(scope, receive, send))
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return Answer(sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:]).decode())

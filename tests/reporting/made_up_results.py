@@ -98,12 +98,8 @@ def make_up_results(p: schema.Params) -> None:
             for e in range(1, segment.epochs + 1)
         ]
         done = {
-            "checkpoint": checkpoint,
-            "from": segment.from_,
-            "epochs": epochs,
-            "seconds": 12.5,
-            "weights": "ab" * 32,
-        }
+            "checkpoint": checkpoint, "from": segment.from_, "epochs": epochs, "seconds": 12.5, "weights": "ab" * 32,
+        }  # fmt: skip
         atomic.write_json(Path(f"results/train/{checkpoint}.json"), done)
     timing_grid.write_timing_grid(costs.made_up(model=p.target.model))
     make_up_spent(*SPENT)

@@ -188,12 +188,8 @@ def test_an_undertrained_draft_is_called_so_before_speculation_is_called_useless
     assert found.headline.startswith("e009 is undertrained: 17% of its first drafts are right")
     assert found.details[0].startswith("Do not speculate")
     values = {
-        "weights": "x",
-        "from": "e000",
-        "epochs": [],
-        "seconds": 1.0,
-        "few_steps": "only 2 optimizer steps in all",
-    }
+        "weights": "x", "from": "e000", "epochs": [], "seconds": 1.0, "few_steps": "only 2 optimizer steps in all",
+    }  # fmt: skip
     trained = {"e009": TrainingReport.model_validate(values)}
     found = give(cells=lost, replays={"e009": [row]}, trained=trained)
     assert found.headline.endswith("only 2 optimizer steps in all")
