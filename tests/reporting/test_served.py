@@ -12,13 +12,8 @@ def with_speedups(speedups: dict[tuple[int, int | None], float], tree: str = "t5
     return [
         ResultRow(
             **{"workload": "sweep", "checkpoint": "e009", "tree": tree, "decoding": table.SPECULATIVE, "status": "ran"}
-            | {
-                "max_new_tokens": tokens,
-                "concurrency": cap,
-                "request_rate": "inf",
-                "speedup": speedup,
-                "engine": "sglang",
-            }
+            | {"max_new_tokens": tokens, "concurrency": cap, "request_rate": "inf"}
+            | {"speedup": speedup, "engine": "sglang"}
             | {"requests": 8, "completed": 8, "temperature": 0.0}
             | keys
         )
