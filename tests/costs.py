@@ -44,19 +44,12 @@ def made_up(
     """Return a made-up timing grid of the torch engine; `keys` replace its fields."""
     points = grid() if points is None else points
     made = {
-        "definitions": timing_grid.COST_DEFINITIONS,
-        "engine": "torch",
-        "workload": None,
-        "max_new_tokens": None,
-        "checkpoint": checkpoint,
-        "draft": {"model_type": "llama", "draft_vocab_size": 320},
+        "definitions": timing_grid.COST_DEFINITIONS, "engine": "torch", "workload": None, "max_new_tokens": None,
+        "checkpoint": checkpoint, "draft": {"model_type": "llama", "draft_vocab_size": 320},
         "target": [model, None, "3f1c"],
         "settings": {"context": 128, "repeats": 5, "dtype": "float32", "tree_scoring": "sglang"},
-        "plain": [{"batch": 1, "step_s": PLAIN_S, "error": 0.01, "samples": 10}],
-        "grid": points,
-        "fit": cost_fit.fit_cost_model(points),
-        "hardware": HARDWARE,
-        "versions": {"torch": "2.13.0"},
+        "plain": [{"batch": 1, "step_s": PLAIN_S, "error": 0.01, "samples": 10}], "grid": points,
+        "fit": cost_fit.fit_cost_model(points), "hardware": HARDWARE, "versions": {"torch": "2.13.0"},
         "seconds": 5.1,
-    }
+    }  # fmt: skip
     return TimingGrid.model_validate(made | keys)

@@ -28,12 +28,6 @@ def make_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(published, "read_publications", _read_publications)
 
 
-def forget() -> None:
-    """Make all of it again."""
-    for kept in (PLOTS, ENVIRONMENTS, PUBLICATIONS):
-        kept.clear()
-
-
 def _render_svg(draw: Callable[[Any], Any], *settings: Any) -> Any:
     try:
         key = pickle.dumps((draw, settings))

@@ -94,12 +94,6 @@ def replaces_weights(root: Path) -> None:
     (root / "local/mine/model.safetensors").write_text("others")
 
 
-def names_a_dataset(root: Path) -> None:
-    """A hub id is no path, so a small file names it, and that file is the dependency."""
-    (root / "data/raw/talk.hub.yaml").write_text("dataset: someone/talk\nname: null\nsplit: train\nrevision: null\n")
-    sets(fix_data={"raw": "data/raw/talk.hub.yaml"})(root)
-
-
 def adds(name: str) -> Callable[[list[str]], list[str]]:
     return lambda names: [*names, name]
 
@@ -114,11 +108,6 @@ class Row:
 
 PUBLISHED = {"theirs": {"model": "a/draft", "revision": None, "rope_theta": None}}
 E012 = {"e012": {"from": "e009", "epochs": 3}}
-BLOCK = {
-    "dspark9": {
-        "from": "e000", "epochs": 9, "method": "dspark", "layers": 2, "block_size": 8, "anchors": 64, "markov_rank": 32,
-    },
-}  # fmt: skip
 NGRAM = {"lookup": {"model": "builtin/ngram"}}
 RERUNS = [
     Row(
@@ -148,43 +137,15 @@ RERUNS = [
         back="report",
     ),
     Row(
-        "a block draft: in train_draft.checkpoints and replay_trees.checkpoints",
-        sets(train_draft={"checkpoints": BLOCK}, replay_trees={"checkpoints": adds("dspark9")}),
-        "check_overfit@* train_draft@dspark9 replay_trees@dspark9 report",
-    ),
-    Row(
         "n-gram lookup: in import_draft.checkpoints and benchmark.checkpoints, a shape of its own in benchmark.trees",
         sets(import_draft={"checkpoints": NGRAM}, benchmark={"checkpoints": adds("lookup"), "trees": adds("n3_1_8")}),
         "import_draft@lookup benchmark@*-lookup-* benchmark@*-n3_1_8 report",
     ),
     Row(
-        "init_draft.sliding_window",
-        sets(init_draft={"sliding_window": 2048}),
-        "init_draft@* check_overfit@* train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
-    ),
-    Row(
-        "draft_configs/theta_10000.json, which init_draft.draft_config_path does not name",
-        comments("draft_configs/theta_10000.json"),
-        "",
-    ),
-    Row("check_overfit.min_tau", sets(check_overfit={"min_tau": 1.25}), "check_overfit@* report", back=""),
-    Row(
         "train_draft.muon_learning_rate",
         sets(train_draft={"muon_learning_rate": lambda old: old / 2}),
         "train_draft@* replay_trees@* benchmark@* benchmark_served@* report",
         back="",
-    ),
-    Row("replay_trees.topk: another one", sets(replay_trees={"topk": adds(7)}), "replay_trees@* report"),
-    Row("time_trees.checkpoints: add e009", sets(time_trees={"checkpoints": adds("e009")}), "time_trees@e009 report"),
-    Row(
-        "benchmark.workloads: more prompts",
-        sets(benchmark={"workloads": {"eval": {"num_prompts": 13}}}),
-        "prepare_prompts@eval benchmark*@*eval* report",
-    ),
-    Row(
-        "benchmark.workloads: longer answers, repeats",
-        sets(benchmark={"workloads": {"eval": {"max_new_tokens": 300, "repeats": 3}}}),
-        "benchmark*@*eval* report",
     ),
     Row(
         "benchmark.workloads: another one, in benchmark.torch_workloads too",
@@ -195,17 +156,14 @@ RERUNS = [
     Row("data/prompt_sets/gsm8k.jsonl: a row, where no workload has it", comments("data/prompt_sets/gsm8k.jsonl"), ""),
     Row("sample_target.thinking", sets(sample_target={"thinking": True}), "* -fix_data -prepare_target"),
     Row("report.title", sets(report={"title": "another"}), "report", back=""),
-    Row("extract_hiddens.processes", sets(extract_hiddens={"processes": 8}), ""),
     Row(
         "extract_hiddens.dtype",
         sets(extract_hiddens={"dtype": "fp8"}),
         "* -fix_data -prepare_target -sample_target -prepare_prompts@* -benchmark_served_baseline@*",
     ),
-    Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
     Row("data/tables/weather.yaml", comments("data/tables/weather.yaml"), "* -prepare_target"),
     Row("other weights in the local folder target.model", replaces_weights, "* -fix_data"),
     Row("fix_data.raw: another row", adds_row, "* -prepare_target"),
-    Row("fix_data.raw: a dataset of the hub", names_a_dataset, "* -prepare_target"),
     Row("a comment, a docstring, a blank line in every file of stages/", remarks_everywhere, ""),
     Row(
         "stages/engine/decode.py: a constant", edits("stages/engine/decode.py"), "* -fix_data -prepare_target", back=""
@@ -219,11 +177,6 @@ RERUNS = [
         "stages/families/block/loss.py: a constant of block drafts' loss",
         edits("stages/families/block/loss.py"),
         "check_overfit@* train_draft@dflash9 benchmark_served@*-dflash9-* report",
-    ),
-    Row(
-        "benchmark_served.trees: add t8_2_16",
-        sets(benchmark_served={"trees": adds("t8_2_16")}),
-        "benchmark_served@*-t8_2_16 report",
     ),
     Row(
         "stages/engines/sglang.py: a constant",

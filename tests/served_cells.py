@@ -1,7 +1,7 @@
 """Served cells that could be true, for tests: loads are latency.summary of made-up records, so their shape is the real one."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -127,18 +127,7 @@ def replayed_tree(
     counts = {"accept_rate": 0.5, "cycles": 900, "accepted": 900, "mean_depth": 2.0, "acceptance": "0.5"}
     bounds = {"tau_oracle": None, "tau_adaptive": None, "temperature": 0.0, "top_p": None}
     tree = {
-        "checkpoint": "e009",
-        "num_steps": shape.num_steps,
-        "topk": shape.topk,
-        "num_draft_tokens": shape.num_draft_tokens,
-        "tau": tau,
-    }
+        "checkpoint": "e009", "num_steps": shape.num_steps, "topk": shape.topk,
+        "num_draft_tokens": shape.num_draft_tokens, "tau": tau,
+    }  # fmt: skip
     return ReplayedTree(**tree | {"tau_low": low or tau, "tau_high": high or tau} | counts | bounds | keys)
-
-
-def sweep(lengths: list[int], caps: list[int], tpot_s: Callable[[int, int], float], **keys: Any) -> list[Row]:
-    return [
-        point(tokens, cap, tpot_s(tokens, cap), requests=max(8, cap), seed=cap, **keys)
-        for tokens in lengths
-        for cap in caps
-    ]

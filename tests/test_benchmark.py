@@ -1,7 +1,6 @@
 """The torch engine's cell: later turns after plain decoding's answers, repeats in turns, a speedup's interval, grades."""
 
 import json
-import time
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,20 +103,6 @@ def test_repeats_end_when_the_speedup_is_known_or_the_seconds_are_spent(
     assert spent.half_width == pytest.approx(half, rel=1e-12) and half > 1e-6
     ended = measured(project, "eval", repeats=4, until={"half_width": 1e-6, "most_seconds": 1e-6}).point.stopping
     assert (ended.rule, ended.repeats) == ("most_seconds", 1)
-
-
-def test_on_a_cpu_each_answer_has_its_processs_own_time(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that sleeps while it decodes has used less CPU than time has passed."""
-    assert measured(project, "eval").point.process_share > 0
-    real = TorchCell._start_decoding
-
-    def sleepy(*words: Any) -> Any:
-        for step in real(*words):
-            time.sleep(0.01)
-            yield step
-
-    monkeypatch.setattr(TorchCell, "_start_decoding", sleepy)
-    assert measured(project, "eval").point.process_share < 0.8
 
 
 def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path) -> None:

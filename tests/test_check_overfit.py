@@ -1,7 +1,6 @@
 """check_overfit: the row is decoded as in a benchmark, so that a mismatch of trainer and engine fails the gate."""
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import chdir
@@ -112,27 +111,6 @@ def test_a_row_of_improbable_tokens_is_judged_by_the_trainer(
     # Bug: it was said to be a bug in aerie, since the trainer's forward, which counts other tokens, reaches more.
     assert "the row tells nothing of the draft" in str(error.value) and "bug" not in str(error.value)
     assert "Set sample_target.temperature: 0, or check_overfit.min_tau: 1.0" in str(error.value)
-
-
-def test_a_row_that_the_draft_vocabulary_does_not_cover_says_so(
-    overfit_project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: a vocabulary of 320 of 49,152 tokens stopped a run after hours with "it is a bug in aerie".
-
-    The trainer's tau, on whose scale a whole chain can be reached, was compared with the threshold of the engine's.
-    """
-    measurement = check_overfit.OverfitMeasurement("r.0", 2.9, 0.76, 3.1, 1.5, [6.0, 0.4])
-    monkeypatch.setattr(check_overfit, "_learn_row", lambda *_: measurement)
-    edit_params(overfit_project, {"check_overfit": {"min_tau": 3.5}})
-    with pytest.raises(ValueError, match=r"The draft vocabulary covers 76% of the row") as error:
-        check_overfit.main()
-    assert "bug in aerie" not in str(error.value)
-    shutil.rmtree(".scratch")
-    whole = replace(measurement, coverage=1.0)
-    monkeypatch.setattr(check_overfit, "_learn_row", lambda *_: whole)
-    with pytest.raises(ValueError, match="Loss went") as error:  # 3.1 is below 3.5 of whole chains
-        check_overfit.main()
-    assert "bug in aerie" not in str(error.value)
 
 
 def test_one_drafts_refusal_stops_no_others_training(with_blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +241,7 @@ def with_blocks(overfit_project: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     before = (overfit_project / "params.yaml").read_text()
     monkeypatch.setattr(block_start.chat_template, "load_tokenizer", lambda *_: Tokenizer())
     edit_params(overfit_project, {
-        "train_draft": {"checkpoints": SEGMENTS}, "check_overfit": {"steps": 300, "learning_rate": 0.01, "min_tau": 3.5},
+        "train_draft": {"checkpoints": SEGMENTS}, "check_overfit": {"steps": 200, "learning_rate": 0.01, "min_tau": 3.5},
         "replay_trees": {"checkpoints": ["e003"]}, "benchmark": {"checkpoints": ["e003"], "trees": ["t3_1_4"]},
         "benchmark_served": {"checkpoints": ["e003"], "trees": ["t3_1_4"]},
     })  # fmt: skip
@@ -298,14 +276,3 @@ def test_untrained_block_drafts_learn_a_row_that_the_engine_accepts(
     )
     assert not check_overfit._locate_measurement(schema.load_params(), "dspark").exists()
     assert check_overfit._locate_measurement(schema.load_params(), "dflash").exists()
-
-
-def test_a_block_draft_that_learns_nothing_fails_the_gate(with_blocks: Path) -> None:
-    edit_params(with_blocks, {"check_overfit": {"learning_rate": 1e-9, "steps": 2}})
-    check_overfit.main()
-    assert re.search(
-        r"check_overfit of dflash: after 2 steps on row train\d\.0 a chain of 3 drafts commits 1\.\d\d tokens per verify "
-        r"cycle, expected at least 2\.8\d: check_overfit\.min_tau 3\.5, in proportion to 4\.00, .* raise "
-        r"check_overfit\.steps; if not, look at train_draft\.checkpoints\.dflash \(",
-        json.loads(REPORT.read_text())["refused"]["dflash"],
-    )

@@ -13,8 +13,6 @@ import typer
 from ruamel.yaml import YAML, YAMLError
 
 from pipeline import cli, commands, recipes
-from stages.data import hub_datasets
-from stages.data.tables import table_schema
 from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
 from tests.conftest import ROOT
@@ -89,17 +87,6 @@ def test_the_worked_example_of_the_guide_starts(tmp_path: Path, monkeypatch: pyt
     write_params(ROOT / recipes.OWN_PARAMS, YAML(typ="safe").load(example))
     params = commands.check_run_params()
     assert {"e001", "d001"} < set(params.train_draft.checkpoints) and params.benchmark.checkpoints == ["e001"]
-
-
-def test_a_pin_and_a_schema_of_tables_of_the_data_page_are_read(tmp_path: Path) -> None:
-    blocks = list_blocks(ROOT / "docs/data.md")
-    for name, read, begin in (
-        ("a.hub.yaml", hub_datasets.read_hub_pin, "dataset:"),
-        ("b.yaml", table_schema.load_table_file, "units:"),
-    ):
-        (text,) = (block for block in blocks if re.search(f"^{begin}", block, re.M))
-        (tmp_path / name).write_text(text)
-        read(tmp_path / name)
 
 
 def list_commands() -> Iterator[Any]:

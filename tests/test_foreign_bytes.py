@@ -50,15 +50,9 @@ VALUES = (
     [None], [0.5, "x"], {}, {"rope_type": 3}, {"a": {"b": []}}, DEEP,
 )  # fmt: skip
 DTYPES = (
-    torch.float16,
-    torch.float64,
-    torch.int8,
-    torch.int64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.complex64,
+    torch.float16, torch.float64, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64,
     torch.uint16,
-)
+)  # fmt: skip
 ROWS = [{"messages": [{"role": role, "content": f"{n}?"} for role in ("user", "assistant")]} for n in range(12)]
 
 
@@ -368,10 +362,3 @@ def test_a_private_file_that_is_linked_to_is_not_read(read: Callable[[Path], obj
     with pytest.raises(ValueError, match=r"config\.json is outside of its folder") as error:
         read(tmp_path / "theirs")
     assert "secret" not in str(error.value)
-
-
-def test_a_file_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "FREE_BYTES", 0)
-    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(b"a" * 10**7))
-    with pytest.raises(ValueError, match=r"a\.jsonl\.xz: expected at most 200 times its size when decompressed"):
-        list(readers.read_all_chunks(tmp_path / "a.jsonl.xz", {}))

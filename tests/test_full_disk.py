@@ -71,12 +71,6 @@ def test_a_full_disk_is_one_line_and_the_partial_file_is_gone(tmp_path: Path, wr
     assert done.stdout == "[] True\n"
 
 
-def test_a_file_written_in_place_is_named_by_its_folder(tmp_path: Path) -> None:
-    write = "Path('journal').write_bytes(bytes(4_000_000))"
-    done = run_on_full_disk(tmp_path, sys.executable, "-c", STAGE.format(write=write))
-    assert done.stderr.count("\n") == 1 and "are free in . ([Errno 28] No space left on device)" in done.stderr
-
-
 @pytest.mark.parametrize("free_kib", [40, 200])
 def test_fix_data_on_a_full_disk_is_one_line(tmp_path: Path, free_kib: int) -> None:
     """Also where a library fails in another process, and where the disk fills while the report is written."""

@@ -35,12 +35,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_LAYERS, MASK = 4, 7
 FORMS: list[tuple[str, Form]] = [
     ("dflash", published_blocks.z_lab),
-    ("dflash", published_blocks.specforge_dflash),
-    ("dflash", published_blocks.speculators),
     ("dflash2", published_blocks.speculators),
     ("dspark", published_blocks.deepspec),
-    ("dspark", published_blocks.specforge_dspark_older),
-    ("dspark", published_blocks.speculators),
 ]
 every_form = pytest.mark.parametrize(("method", "form"), FORMS, ids=lambda x: x if isinstance(x, str) else x.__name__)
 
@@ -88,12 +84,9 @@ def test_an_imported_draft_is_replayed_like_the_checkpoint_it_was(
     assert (found["options"], found["draft_vocab_size"]) == ({"method": method, "block_size": SLOTS}, V)
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_an_imported_draft_is_decoded_and_timed(project: Path, method: str) -> None:  # noqa: F811
+def test_an_imported_draft_is_decoded_and_timed(project: Path) -> None:  # noqa: F811
     """A cell accepts what replay says, and the grid leaves out trees deeper than the block."""
-    draft = import_published(
-        method, published_blocks.z_lab if method == "dflash" else published_blocks.specforge_dspark
-    )
+    draft = import_published("dspark", published_blocks.specforge_dspark)
     trees = ["t3_1_4", "t3_2_6"]
     edit_params(Path(), {"benchmark": {"checkpoints": ["theirs"], "trees": trees, "torch_workloads": ["eval"]}})
     grid = {"num_steps": [1, 2, 3, 4, 9], "topk": [1, 2, 3], "num_draft_tokens": [4, 6, 9], "context": 16}
@@ -108,14 +101,13 @@ def test_an_imported_draft_is_decoded_and_timed(project: Path, method: str) -> N
     assert max(row["num_steps"] for row in timed) == draft.config.num_drafts
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, method: str) -> None:  # noqa: F811
+def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path) -> None:  # noqa: F811
     """Bug: benchmark_served read every draft as EAGLE-3's, and ended with "is no EAGLE-3 draft" for a block draft."""
-    draft = import_published(method, published_blocks.speculators)
+    draft = import_published("dflash", published_blocks.speculators)
     config = server_setup.read_draft_config(schema.load_params(), "theirs")
     depth = draft.config.num_drafts
     served = describe_draft("", config, TreeShape(depth, 1, depth + 1), "EAGLE3")
-    assert config["block_size"] == SLOTS and served.algorithm == method.removesuffix("2").upper()
+    assert config["block_size"] == SLOTS and served.algorithm == "DFLASH"
     assert registry.get("sglang").explain_unsupported(TreeShape(depth, 1, depth + 1), config) is None
     wider = registry.get("sglang").explain_unsupported(TreeShape(depth + 1, 1, depth + 2), config)
     assert wider is not None and "an engine runs another block than was trained" in wider
@@ -124,7 +116,7 @@ def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, me
     edit_params(Path(), {"benchmark_served": served})
     benchmark_served.main("sglang", "eval", "theirs", "t3_2_6")  # without a server
     cell = Cell.read("sglang", "eval", "theirs", "t3_2_6")
-    assert cell.status == UNSUPPORTED and f"chains only of {BLOCKS[method].title} drafts" in str(cell.reason)
+    assert cell.status == UNSUPPORTED and f"chains only of {BLOCKS['dflash'].title} drafts" in str(cell.reason)
     file = checkpoint.locate_checkpoint("theirs") / "draft/model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"model\.safetensors is not valid safetensors"):
@@ -132,15 +124,3 @@ def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, me
 
 
 # What is refused by the stage
-
-
-def test_feature_layers_that_the_target_does_not_store(project: Path) -> None:  # noqa: F811
-    def other_layers(draft: BlockDraft, num_layers: int) -> tuple[published_blocks.Config, published_blocks.Tensors]:
-        config, tensors = published_blocks.speculators(draft, num_layers)
-        return config | {"aux_hidden_state_layer_ids": [1, 2]}, tensors
-
-    edit_params(Path(), {"target": {"feature_layers": [1, 3]}})
-    path = Path("artifacts/target/target.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"feature_layers": [1, 3]}))
-    with pytest.raises(ValueError, match=r"without 2; set target.feature_layers to \[1, 2, 3\]"):
-        import_published("dflash", other_layers)

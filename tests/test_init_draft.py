@@ -13,7 +13,7 @@ from stages.target import manifest
 V = 40
 
 
-@pytest.mark.parametrize("wrong", [-1, V, 2**31 - 1])
+@pytest.mark.parametrize("wrong", [-1, V])
 def test_token_ids_that_the_target_has_not_are_named_with_their_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int
 ) -> None:

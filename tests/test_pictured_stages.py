@@ -215,16 +215,12 @@ def test_rows_are_those_of_transformers_alone(sampled_project: Path, extracted_f
     assert report["bytes"] == pytest.approx(by_hand, abs=1) and size == pytest.approx(by_hand, abs=2 * 1000)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "fp8"])
-def test_our_own_folder_is_imported(
-    project: Path, sampled_project: Path, extracted_files: dict[str, bytes], dtype: str
-) -> None:
+def test_our_own_folder_is_imported(project: Path, sampled_project: Path, extracted_files: dict[str, bytes]) -> None:
     """To the bit, pictures and all, also of two rows whose tokens are alike; rounded as extraction itself rounds."""
-    run(project, dtype=dtype, **{"import": str(sampled_project / "data/hiddens")})
+    run(project, dtype="fp8", **{"import": str(sampled_project / "data/hiddens")})
     imported = files(project)
-    run(project, dtype=dtype, **{"import": None})
-    assert files(project) == imported
-    assert (imported == extracted_files) == (dtype == "float32")
+    run(project, dtype="fp8", **{"import": None})
+    assert files(project) == imported != extracted_files
 
 
 def test_a_draft_is_trained_replayed_and_decoded(

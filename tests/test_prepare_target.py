@@ -48,18 +48,6 @@ def test_the_given_template_takes_the_place_of_the_targets_own(tmp_path: Path) -
     assert chat_template.encode_prompt(own, SAID) == chat_template.encode_prompt(loaded, SAID)
 
 
-def test_a_target_without_tokenizer_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: it came to light in sample_target only, as a failure of a library."""
-    folder = pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-    with pytest.raises(
-        ValueError, match=r"target\.model mine has no tokenizer, expected one of tokenizer\.json.* in mine"
-    ):
-        prepare_target.main()
-    assert not manifest.TARGET_FOLDER.exists()
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -106,13 +94,10 @@ def with_copies(folder: Path, **more: torch.Tensor) -> None:
     save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_wrong_head_is_refused_with_the_keys_that_would_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_a_wrong_head_is_refused_with_the_keys_that_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: with a target.lm_head_key of another table, sampling and extraction ran for hours before check_overfit failed."""
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))
-    folder = pinned(tmp_path, monkeypatch, model, lm_head_key="draft.head", dtype=dtype)
+    folder = pinned(tmp_path, monkeypatch, model, lm_head_key="draft.head", dtype="bfloat16")
     with_copies(folder, **{"draft.head": torch.randn(301, 32)})
     expected = (
         r"target\.lm_head_key is draft\.head: of LlamaForCausalLM, logits of 8 tokens differ from final hidden states times "
@@ -152,7 +137,7 @@ def test_pickled_weights_are_refused_with_a_conversion_that_works(
     assert manifest.read_manifest().model == "mine"
 
 
-@pytest.mark.parametrize("kind", ["tied", "qwen3", "moe", "sliding", "qwen3-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("kind", ["tied", "moe", "sliding", "qwen3-vl"])
 def test_the_tables_of_every_kind_of_target_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
@@ -165,7 +150,6 @@ def test_the_tables_of_every_kind_of_target_agree(
         window = {"use_sliding_window": True, "sliding_window": 256, "max_window_layers": 3, "head_dim": 8}
         model = {
             "tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)),
-            "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=8)),
             "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**LLAMA, **experts)),
             "sliding": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, **window)),
         }[kind]()

@@ -165,9 +165,10 @@ def count_in(memory_gib: float) -> list[float]:
 
 @every_method
 def test_every_width_and_tree_equals_a_slow_walk_of_every_answer(project: Path, method: str) -> None:  # noqa: F811
-    """With memory for all answers at once, and for one position."""
-    draft = write_block(method)
-    assert count_in(1e-6) == pytest.approx(count_in(1), rel=1e-6)  # those of sampled drafts are sums of floats
+    """With memory for all answers at once; what is cut into parts for less memory is the same of all methods."""
+    draft, counts = write_block(method), count_in(1)
+    if method == "dspark":
+        assert count_in(1e-6) == pytest.approx(counts, rel=1e-6)  # those of sampled drafts are sums of floats
     num_drafts = 5 if method == "dspark" else 4
     chains = [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
     trees = [TreeShape(3, 2, 4), TreeShape(4, 2, 9), TreeShape(2, 3, 6), TreeShape(4, 3, 9)]
@@ -191,40 +192,15 @@ def test_every_width_and_tree_equals_a_slow_walk_of_every_answer(project: Path, 
         assert rows[trees[1]].tau > rows[TreeShape(4, 1, 5)].tau
 
 
-@every_method
-def test_the_chain_that_engines_serve_is_replayed_though_the_grid_lacks_it(project: Path, method: str) -> None:  # noqa: F811
-    write_block(method)
-    full = TreeShape(5, 1, 6) if method == "dspark" else TreeShape(4, 1, 5)
+def test_the_chain_that_engines_serve_is_replayed_though_the_grid_lacks_it(project: Path) -> None:  # noqa: F811
+    write_block("dspark")
+    full = TreeShape(5, 1, 6)
     edit_params(Path(), {"replay_trees": {"num_steps": [2, 9], "topk": [2], "num_draft_tokens": [4, 6]}})
     replay_trees.main(NAME)
     assert list(read_rows(0.0)) == [full, TreeShape(2, 2, 4), TreeShape(2, 2, 6)]
     edit_params(Path(), {"replay_trees": {"num_steps": [9]}})
     replay_trees.main(NAME)
     assert list(read_rows(0.0)) == [full]
-
-
-@every_method
-def test_statistics_inside_trees_add_up_to_the_table_and_leave_out_deeper_trees(
-    project: Path,  # noqa: F811
-    method: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Bug: nothing said which trees were left out."""
-    num_drafts = write_block(method).config.num_drafts
-    edit_params(Path(), {"replay_trees": {"trace_trees": ["t3_2_6", "t4_1_5", "t9_1_10"]}})
-    replay_trees.main(NAME)
-    note = f"note: {NAME} has no statistics inside t9_1_10 (replay_trees.trace_trees), deeper than the {num_drafts} drafts of its"
-    assert capsys.readouterr().out.count(f"{note} block\n") == 1
-    rows, buckets = read_rows(0.0), replay_records.read_tree_statistics(NAME)
-    assert {bucket.tree for bucket in buckets} == {"t3_2_6", "t4_1_5"}
-    for tree in (TreeShape(3, 2, 6), TreeShape(4, 1, 5)):
-        tree_buckets = [bucket for bucket in buckets if bucket.tree == tree.name]
-        of_rows = [bucket for bucket in tree_buckets if bucket.by == "row"]
-        assert sum(bucket.accepted for bucket in of_rows) == rows[tree].accepted
-        assert sum(bucket.cycles or 0 for bucket in of_rows) == rows[tree].cycles
-        assert sum(bucket.accepted for bucket in tree_buckets if bucket.by == "depth") == rows[tree].accepted
-        nodes = sum(bucket.nodes or 0 for bucket in tree_buckets if bucket.by == "depth")
-        assert nodes == rows[tree].cycles * (tree.num_draft_tokens - 1)
 
 
 def warped(logits: torch.Tensor, sampling: tuple[float, float]) -> torch.Tensor:
@@ -261,9 +237,3 @@ def refused() -> str:
         replay_trees.main(NAME)
     assert not replay_records.locate_replay(NAME).exists()
     return str(error.value)
-
-
-def test_a_topk_beyond_the_candidates_of_a_selector(project: Path) -> None:  # noqa: F811
-    write_block("dflash2")
-    edit_params(Path(), {"replay_trees": {"topk": [1, 5]}})
-    assert "topk is 5, expected at most 4, the candidates of the draft's selector (selector_top_k)" in refused()

@@ -4,7 +4,6 @@ A random target of nine tokens, and a random draft for it: so a third of the gue
 """
 
 import csv
-import json
 import shutil
 from contextlib import chdir
 from pathlib import Path
@@ -157,15 +156,6 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
 # What is refused
 
 
-def test_a_tree_deeper_than_an_imported_drafts_window_is_refused_before_anything_is_read(project: Path) -> None:
-    """Bug: replay read the answers, and ended by an AssertionError."""
-    path = Path("drafts/e003/draft/config.json")
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"sliding_window": 2, "layer_types": ["sliding_attention"]}))
-    shutil.rmtree("data/hiddens")
-    assert refused().startswith("t3_1_4: num_steps is 3, expected at most 2, the draft's sliding_window")
-
-
 def refused() -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - each caller looks at the message
         replay_trees.main("e003")
@@ -173,21 +163,14 @@ def refused() -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (pl.col("id") + "x", "row row0.0 is not among those in data/sampled/eval;"),
-        (pl.col("answer_ids").list.head(3), "row row0.0 is another answer than those in data/sampled/eval;"),
-    ],
-)
-def test_hidden_states_of_other_answers(project: Path, change: pl.Expr, problem: str) -> None:
+def test_hidden_states_of_other_answers(project: Path) -> None:
     rows = conversations.read_table(
         Path("data/sampled/eval"), conversations.SAMPLED_SCHEMA, "sample_target"
-    ).with_columns(change)
+    ).with_columns(pl.col("answer_ids").list.head(3))
     write_sampled("eval", rows.to_dicts())
     message = refused()
     assert message.startswith("data/hiddens/eval: ") and "run: dvc repro extract_hiddens" in message
-    assert problem.partition("row0.0")[2] in message
+    assert " is another answer than those in data/sampled/eval;" in message
 
 
 def test_answers_that_extract_hiddens_cuts_are_replayed_as_if_sampled_so(project: Path) -> None:
@@ -211,31 +194,11 @@ def test_answers_that_extract_hiddens_cuts_are_replayed_as_if_sampled_so(project
     assert found == replay_records.locate_replay("e003").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("settings", "found", "expected"),
-    [
-        ({"temperature": 1.0}, "temperature 0.7, top_p 0.9", "temperature 1, top_p 0.9"),
-        ({"top_p": 1.0}, "temperature 0.7, top_p 0.9", "temperature 0.7, top_p 1"),
-        ({"temperature": 0.0}, "temperature 0.7, top_p 0.9", "none above temperature 0"),
-    ],
-)
-def test_answers_drawn_otherwise_than_is_asked(project: Path, settings: dict, found: str, expected: str) -> None:
-    edit_params(project, {"sample_target": settings})
+def test_answers_drawn_otherwise_than_is_asked(project: Path) -> None:
+    edit_params(project, {"sample_target": {"top_p": 1.0}})
     assert refused() == (
-        f"data/sampled/eval_t has answers of {found}, expected {expected}, as sample_target asks; run: dvc repro sample_target"
-    )
-
-
-def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
-    shared_project = manifest.read_manifest()
-    edit_params(project, {"init_draft": {"draft_vocab_size": None}})
-    wider = SimpleNamespace(**{**vars(shared_project), "vocab_size": V + 3})
-    draft, layers = init_draft._build_fresh_draft(schema.load_params(), wider, torch.arange(V + 3))  # type: ignore[arg-type]
-    config = init_draft.build_config_json(draft.config, layers, shared_project)
-    eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
-    assert refused() == (
-        "drafts/e003/draft is for a target of 12 tokens and width 16, expected tiny's 9 and 16; train or import a draft for "
-        "this target"
+        "data/sampled/eval_t has answers of temperature 0.7, top_p 0.9, expected temperature 0.7, top_p 1, as sample_target "
+        "asks; run: dvc repro sample_target"
     )
 
 

@@ -167,7 +167,7 @@ def test_a_server_that_cuts_pictures_otherwise_stops_the_run(project: Path) -> N
             sample_target.main()
 
 
-@pytest.mark.parametrize("backend", ["transformers", "keep", "server"])
+@pytest.mark.parametrize("backend", ["keep", "server"])
 def test_what_can_not_be_shown_is_dropped_and_counted(
     project: Path, backend: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

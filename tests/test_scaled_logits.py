@@ -41,10 +41,7 @@ SCALED: dict[str, tuple[str, dict[str, Any], float]] = {  # class, its config, w
     "llama": ("Llama", {}, 1.0),
     "granite": ("Granite", {"logits_scaling": 8.0, "embedding_multiplier": 3.0}, 1 / 8),
     "granite of no power of two": ("Granite", {"logits_scaling": 13.37}, 1 / 13.37),
-    "granite near 1": ("Granite", {"logits_scaling": 0.999}, 1 / 0.999),
-    "granite, tied": ("Granite", {"logits_scaling": 6.0, "tie_word_embeddings": True}, 1 / 6),
     "granite moe": ("GraniteMoe", {"logits_scaling": 6.0, "num_local_experts": 2, "num_experts_per_tok": 1}, 1 / 6),
-    "cohere": ("Cohere", {"logit_scale": 0.0625}, 0.0625),
     "cohere 2": ("Cohere2", {"logit_scale": 0.3, "sliding_window": 64}, 0.3),
     "minicpm3": ("MiniCPM3", {**MLA, "num_key_value_heads": 4, "dim_model_base": 20}, 20 / 32),
 }
@@ -87,19 +84,6 @@ def test_a_cap_is_no_factor(tmp_path: Path, amplitude: float) -> None:
     model.get_decoder().norm.weight.data.fill_(amplitude - 1)  # Gemma's norm multiplies by 1 + weight
     found = compare(tmp_path, model.requires_grad_(False))
     assert not found.agrees and found.scale == 1 and found.same_head
-
-
-@pytest.mark.parametrize("change", ["negative", "by token", "by position"])
-def test_what_is_not_one_positive_factor_is_none(tmp_path: Path, change: str) -> None:
-    model = build("llama")
-    model.save_pretrained(tmp_path)
-    block = head_check.load_first_block(str(tmp_path), False)
-    factors = {"negative": torch.tensor(-1.0), "by token": torch.linspace(1, 1.01, 301)}
-    factors["by position"] = torch.linspace(1, 1.01, head_check.TOKENS)[:, None]
-    block.lm_head.register_forward_hook(lambda _module, _args, logits: logits * factors[change])
-    tables = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    found = head_check.compare_head(block, *tables)
-    assert not found.agrees and found.scale == 1
 
 
 # In later stages

@@ -67,23 +67,6 @@ def test_a_clone_runs_nothing_and_has_the_report_and_a_draft(published: Path, cl
     assert list_ran(run_dvc(clone, *REPRO)) == ["inputs"]
 
 
-def test_all_of_it_comes_but_the_hidden_states_of_training(published: Path, clone: Path) -> None:
-    run_dvc(clone, "pull", "--allow-missing")
-    folders = ("results", "drafts", "artifacts", "data/fixed", "data/sampled", "data/hiddens")
-    left = {path for path in made(published, *folders) if path.is_relative_to("data/hiddens/train")}
-    assert left and set(made(clone, *folders)) == set(made(published, *folders)) - left
-    sizes = {(published / path).stat().st_size for path in left}
-    assert sizes.isdisjoint(path.stat().st_size for path in (published.parent / "remote").rglob("*"))
-    assert list_ran(run_dvc(clone, *REPRO)) == ["inputs"]
-
-
-def test_a_draft_is_got_without_a_clone(published: Path, tmp_path: Path) -> None:
-    run_dvc(tmp_path, "get", str(published), "drafts/e003/draft", "--out", "mine")
-    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"config.json", "model.safetensors"}
-    weights = (published / "drafts/e003/draft/model.safetensors").read_bytes()
-    assert (tmp_path / "mine/model.safetensors").read_bytes() == weights
-
-
 def test_a_draft_with_its_card_is_ready_for_upload(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,9 @@ from tests.conftest import edit_params
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GRID = {
-    "num_steps": [1, 3, 6],
-    "topk": [1, 2],
-    "num_draft_tokens": [2, 4, 8],
-    "context": 16,
-    "warmup": 1,
-    "cycles": 2,
-    "repeats": 3,
-    "batches": [1],
-}
+    "num_steps": [1, 3, 6], "topk": [1, 2], "num_draft_tokens": [2, 4, 8], "context": 16, "warmup": 1, "cycles": 2,
+    "repeats": 3, "batches": [1],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -60,70 +53,23 @@ def test_every_tree_of_the_grid_has_a_cost(
     assert capsys.readouterr().out.startswith("10 trees in ")
 
 
-def test_every_round_decodes_each_once_forth_and_back(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interleaved, and the one before has ended: what it hooks into the target would slow the next."""
-    monkeypatch.setattr(time_trees, "_is_precise", lambda grid: False)
-    started, _ = note_decodings(monkeypatch)
-    time_trees.main("e000")
-    each = len(schema.load_params().time_trees.list_trees()) + 1
-    rounds = [started[at : at + each] for at in range(0, len(started), each)]
-    assert len(rounds) == 3 and set(Counter(started).values()) == {3}
-    assert rounds[1] == rounds[0][::-1] and rounds[2] == rounds[0] and rounds[0][0] is None
-
-
-def test_precise_times_end_after_a_round_forth_and_one_back(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: five rounds were timed, however much larger than the times' errors that of the fit was."""
-    asked: list[list[timing_grid.CycleTime]] = []
-    monkeypatch.setattr(time_trees, "NOISE_SHARE", float("inf"))
-    monkeypatch.setattr(
-        time_trees, "_is_precise", lambda grid, ask=time_trees._is_precise: asked.append(grid) or ask(grid)
-    )
-    time_trees.main("e000")
-    found = timing_grid.read_timing_grid("e000", "tiny")
-    assert asked == [found.grid] and {r.samples for r in found.grid} == {4}
-    assert [p.samples for p in found.plain] == [4 * 7] and found.spread is not None
-    monkeypatch.setattr(time_trees, "NOISE_SHARE", 0.3)
-    for share, precise in ((0.29, True), (0.31, False)):
-        grid = [r.model_copy(update={"error": share * found.fit.error}) for r in found.grid]
-        assert time_trees._is_precise(grid) == precise
-
-
-def note_decodings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[list[RequestUpdate]]]:
-    """-> (the tree of each decoding, in order; the updates of all), which fill as the stage goes on."""
-    started: list[Any] = []
-    seen: list[list[RequestUpdate]] = []
-    num_open, real = 0, Engine.decode_batch
-
-    def noted(engine: Engine, requests: list[DecodeRequest], slots: int, tree: Any) -> Iterator[list[RequestUpdate]]:
-        nonlocal num_open
-        assert num_open == 0 and slots == len(requests) and {len(one.prompt) for one in requests} == {16}
-        started.append(tree)
-        num_open += 1
-        updates = []
-        try:
-            for update in real(engine, requests, slots, tree):
-                updates.append(update)
-                yield update
-        finally:
-            num_open -= 1
-            seen.extend(updates)
-            # Begun, prefills, warm-up and timed passes: of plain decoding as many as a tree 6 deep commits tokens at most.
-            assert len(updates) == 1 + len(requests) + (1 + 2) * (1 if tree else 7)
-
-    monkeypatch.setattr(Engine, "decode_batch", noted)
-    return started, seen
-
-
 def test_several_sequences_are_timed_at_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each timed pass all of them advance, and a batch has costs of its own."""
     edit_params(project, {"time_trees": {"batches": [1, 3]}})
-    started, updates = note_decodings(monkeypatch)
+    started, passes, real = list[Any](), list[set[int]](), Engine.decode_batch
+
+    def note(engine: Engine, requests: list[DecodeRequest], slots: int, tree: Any) -> Iterator[list[RequestUpdate]]:
+        started.append(tree)
+        for update in real(engine, requests, slots, tree):
+            passes.append({number for number, step in update if step and step.tokens})
+            yield update
+
+    monkeypatch.setattr(Engine, "decode_batch", note)
     time_trees.main("e000")
     found = timing_grid.read_timing_grid("e000", "tiny")
     trees = schema.load_params().time_trees.list_trees()
     assert [(row.shape, row.batch) for row in found.grid] == [(tree, batch) for batch in (1, 3) for tree in trees]
     assert [plain.batch for plain in found.plain] == [1, 3] and len(started) == 2 * 3 * (len(trees) + 1)
-    passes = [{number for number, step in update if step and step.tokens} for update in updates]
     assert passes.count({0, 1, 2}) == 3 * 3 * (len(trees) + 7)  # rounds of 1 + 2 passes, plain ones 7 times as many
     whole = time_trees._build_prompts(24, 1, None)[0]  # all there is
     assert [one for prompt in time_trees._build_prompts(16, 3, None) for one in prompt] == [*whole, *whole]

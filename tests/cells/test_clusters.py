@@ -42,12 +42,6 @@ def test_repeats_of_the_same_answers_do_not_narrow_the_interval_of_tau() -> None
     assert once.tau_low and once.tau_high and once.tau_low < once.tau < once.tau_high
 
 
-def test_one_prompt_has_no_interval_however_often_it_is_repeated() -> None:
-    """Bug: it had one of zero width."""
-    found = pool([{"a.0": 4}] * 3)
-    assert (found.tau, found.tau_low, found.tau_high) == (1.4, None, None)
-
-
 def test_turns_of_a_conversation_of_the_eval_split_do_not_narrow_an_interval() -> None:
     """Bug: each answer of a conversation counted as a prompt of its own."""
     turns = {name.replace(".0", f".{turn}"): drafts for name, drafts in ACCEPTED.items() for turn in range(4)}

@@ -31,16 +31,7 @@ def test_a_knee_is_found_where_computing_outlasts_reading() -> None:
     assert found.predict_cycle_s(unseen, 1) == pytest.approx(costs.seconds(unseen, 1, costs.TRUTH | {"token": 0.0}))
 
 
-def test_too_few_points_and_times_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 2 points, expected at least 3"):
-        cost_fit.fit_cost_model(costs.grid()[:2])
-    points = costs.grid()
-    points[3].cycle_s = 0.0
-    with pytest.raises(ValueError, match=r"cycle of 0.0 s, expected more than 0"):
-        cost_fit.fit_cost_model(points)
-
-
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_nonnegative_least_squares_is_the_best_of_all_subsets(seed: int) -> None:
     """The obvious way: of all subsets of columns whose least squares has no negative value, the one nearest by."""
     draw = np.random.default_rng(seed)

@@ -1,6 +1,5 @@
 """Cycles and plain steps of cells, and predictions beside them; all against sums by hand."""
 
-import math
 from statistics import fmean
 from typing import Any
 
@@ -117,19 +116,6 @@ def compare(cell: Cell, **keys: Any) -> prediction_check.ComparedPrediction | st
     return made[0] if made else next(iter(left_out))
 
 
-def test_a_line_that_no_grid_predicts_says_which_condition_it_fails() -> None:
-    cells = [baseline(), *(make_speculative_row(tree) for tree in ("t5_1_6", "t8_2_16", "t10_2_32"))]
-    shapes = [TreeShape.parse(tree) for tree in ("t3_1_4", "t8_1_9", "t5_2_8", "t8_2_16")]
-    plain = [{"batch": cap, "step_s": plain_s(cap), "error": 0.005, "samples": 10} for cap in (1, 8)]
-    load = {"engine": "sglang", "workload": "eval", "max_new_tokens": TOKENS, "hardware": cells[0]["hardware"]}
-    timed = costs.made_up(points=costs.grid(shapes, (1, 8)), plain=plain, settings={"temperature": 0.0}, **load)
-    replays = {"e009": [tree for tree in REPLAYS["e009"] if tree.shape.name != "t8_2_16"]}
-    made, left_out = prediction_check.compare_lines(lines(*cells), replays, lambda row: timed)
-    assert [(each.row.tree, each.row.concurrency) for each in made] == [("t5_1_6", 1), ("t5_1_6", 8)]
-    assert {why: len(members) for why, members in left_out.items()} == {"not replayed": 2, "outside the grid": 5}
-    assert list(prediction_check.compare_lines(lines(*cells), replays, lambda row: None)[1]) == ["no grid of its load"]
-
-
 def test_a_torch_cell_is_measured_without_its_prefill() -> None:
     cycle = costs.seconds(TreeShape.parse("t8_2_16"))
     row = compare(decoded_cell("t8_2_16", 4.0, cycle))
@@ -138,15 +124,6 @@ def test_a_torch_cell_is_measured_without_its_prefill() -> None:
     assert pytest.approx(cycle / costs.PLAIN_S) == found.C and pytest.approx(found.C) == row.predicted.C
     assert found.speedup == pytest.approx(4.0 * costs.PLAIN_S / cycle) == row.predicted.speedup
     assert found.whole < found.speedup and found.low == pytest.approx(0.95 * found.speedup)
-
-
-@pytest.mark.parametrize(("tau", "slow", "apart"), [(4.0, 1.5, "C"), (2.5, 1.1, "tau"), (4.0, 1.02, None)])
-def test_where_they_disagree_it_says_by_which_of_the_two(tau: float, slow: float, apart: str | None) -> None:
-    row = compare(decoded_cell("t8_2_16", tau, slow * costs.seconds(TreeShape.parse("t8_2_16"))))
-    assert isinstance(row, prediction_check.ComparedPrediction)
-    assert row.farther_factor == apart and row.agrees is (apart is None)
-    log = math.log(row.predicted.speedup / row.measured.speedup)
-    assert log == pytest.approx(math.log(slow * 4.0 / tau), abs=0.02)
 
 
 def test_cells_of_another_machine_are_not_compared() -> None:

@@ -54,23 +54,6 @@ def test_without_the_spread_of_tau_or_of_the_plain_step_there_is_no_interval_and
         assert [found.enable for found in prediction.choose_launches([own], chains_on_vllm)] == [False]
 
 
-def test_predictions_are_of_the_replay_of_the_same_drafts() -> None:
-    trees = [replay("t3_1_4", tau, temperature=t, draft_sampling=drafts) for tau, t, drafts in (
-        (3.0, 0.0, "greedy"), (2.0, 0.7, "greedy"), (2.5, 0.7, "sampled"),
-    )]  # fmt: skip
-    found = {
-        (t, drafts): [
-            (r.tau, r.draft_sampling) for r in prediction.predict_speedups(costs.made_up(), "e009", t, trees, drafts)
-        ]
-        for t in (0.0, 0.7)
-        for drafts in ("greedy", "sampled")
-    }
-    assert found == {
-        (0.0, "greedy"): [(3.0, "greedy")], (0.0, "sampled"): [(3.0, "greedy")], (0.7, "greedy"): [(2.0, "greedy")],
-        (0.7, "sampled"): [(2.5, "sampled")],
-    }  # fmt: skip
-
-
 # --- what to launch ---------------------------------------------------------------------------------------------------
 
 
@@ -95,12 +78,8 @@ def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
     trees = ("t5_3_12", 1.9, 1.7), ("t3_1_4", 1.4, 1.2), ("t2_1_3", 1.3, 1.1)
     rows = [guess(*tree, engine=engine) for engine in ("sglang", "vllm") for tree in trees]
     sglang, vllm = prediction.choose_launches(rows, chains_on_vllm)
-    assert (sglang["engine"], sglang["num_steps"], sglang["topk"], sglang["flags"]) == (
-        "sglang",
-        5,
-        3,
-        ["--tree", "5_3"],
-    )
+    found = [sglang[key] for key in ("engine", "num_steps", "topk", "flags")]
+    assert found == ["sglang", 5, 3, ["--tree", "5_3"]]
     assert (vllm["engine"], vllm["num_steps"], vllm["topk"], vllm["flags"]) == ("vllm", 3, 1, ["--tree", "3_1"])
     assert "    --tree 3_1    # vllm 9.1 or later" in format_launch_table([sglang, vllm])
 
@@ -109,14 +88,8 @@ def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
     ("enabled", "off_above", "text"),
     [
         ([True, True, False], 8, "turn speculation off above 8 at once: at 32 no tree's interval lies above 1"),
-        ([True, True, True], None, "speculate at every concurrency that was timed, 1 to 32"),
         ([False, False, False], 0, "leave speculation off: from 1 to 32 at once no tree's interval lies above 1"),
         ([False, True, False], None, "speculate at 8 at once, not at the others that were timed"),
-        (
-            [None, None, None],
-            None,
-            "can't tell at every concurrency: no interval, or too wide a one (repeats: 3, more trees)",
-        ),
         (
             [True, None, False],
             None,
@@ -135,10 +108,8 @@ def test_the_concurrency_above_which_to_turn_speculation_off(
     ]
     launch = [row for row in prediction.choose_launches(rows, chains_on_vllm) if row.engine == "sglang"]
     (limit,) = prediction.find_limits(launch)
-    assert (limit.off_above, limit.enabled) == (
-        off_above,
-        [cap for one, cap in zip(enabled, (1, 8, 32), strict=True) if one],
-    )
+    assert limit.off_above == off_above
+    assert limit.enabled == [cap for one, cap in zip(enabled, (1, 8, 32), strict=True) if one]
     assert describe_limit(limit) == f"sglang, chat, 64 tokens: {text}"
     assert prediction.find_limits(launch[:1]) == []
 
@@ -172,11 +143,3 @@ def test_an_interval_that_says_nothing_is_no_no(low: float | None, high: float |
 def test_nothing_is_advised_by_the_costs_of_another_engine() -> None:
     """Bug: on a laptop the torch engine's costs on a CPU advised vLLM: "t3_1_4, predicted 1.46x"."""
     assert prediction.choose_launches([guess("t3_1_4", 1.46, 1.3, engine="torch")], chains_on_vllm) == []
-
-
-def test_an_error_too_large_for_a_number_gives_no_interval() -> None:
-    """Bug: the interval's end was too large for a number, and the report ended in OverflowError."""
-    made = costs.made_up()
-    far = made.model_copy(update={"fit": made.fit.model_copy(update={"error": 400.0})})
-    (row,) = prediction.predict_speedups(far, "e009", 0.0, [replay("t5_3_12", 4.0, 3.9, 4.1)])
-    assert (row.low, row.high) == (None, None) and row.is_undecided

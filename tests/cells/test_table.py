@@ -1,6 +1,5 @@
 """Served cells joined with baselines and replays, against figures taken from the records by hand."""
 
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -51,18 +50,6 @@ def test_speedup_is_output_throughput_over_the_baselines_repeat_by_repeat() -> N
     assert row["remark"] is None and (row["repeats"], row["requests"], row["completed"]) == (3, 24, 24)
 
 
-def test_engines_share_a_table_each_beside_its_own_baseline() -> None:
-    cells = []
-    for engine, tpot_s in (("sglang", 0.02), ("vllm", 0.04)):
-        named = {"engine": engine, "fingerprint": {"engine": engine}}
-        cells += [made_up("eval", points=[point(64, 4, tpot_s)], **named)]
-        cells += [make_speculative_cell(point(64, 4, 0.01, tau=2.9), **named)]
-    rows = [line.row for line in join(*cells[::2], *cells[1::2]) if not line.row.is_plain]
-    assert [(row.engine, row.speedup) for row in rows] == [
-        ("sglang", pytest.approx(2, rel=0.1)), ("vllm", pytest.approx(4, rel=0.1)),
-    ]  # fmt: skip
-
-
 def test_points_are_joined_by_answer_length_and_concurrency() -> None:
     baseline = made_up(
         "eval", points=[point(64, 1, 0.01), point(64, 4, 0.03), point(128, 4, 0.05), point(64, None, 0.09)]
@@ -83,9 +70,7 @@ def test_points_are_joined_by_answer_length_and_concurrency() -> None:
             {},
             "not compared: the baseline differs in flags.mem_fraction (0.8 against 0.7); gpu (NVIDIA H200 against NVIDIA H100)",
         ),
-        ({"fingerprint": {k: v for k, v in FINGERPRINT.items() if k != "prompts"}}, {}, "prompts (3f1c against None)"),
         ({"points": [point(64, 8, 0.02)]}, {}, "not compared: the baseline has no load of 64 tokens at concurrency 4"),
-        ({"points": [point(64, 4, 0.02, repeats=2)]}, {}, "not compared: the baseline has 2 repeats, this cell 1"),
         (
             {"points": [], "status": cell.UNSUPPORTED, "reason": "no GPU"},
             {},
@@ -99,15 +84,8 @@ def test_what_does_not_compare_has_no_speedup_but_the_reason(baseline: Row, cell
         join(first | baseline, make_speculative_cell(point(64, 4, 0.01, tau=2.9, accuracy=0.4), **cell_))
     )
     assert why in row["remark"]
-    joined_keys = [
-        "speedup",
-        "speedup_low",
-        "speedup_high",
-        "identical_share",
-        "baseline_accuracy",
-        "baseline_output_throughput",
-    ]
-    assert {row[k] for k in joined_keys} == {None}
+    joined_keys = ("speedup", "speedup_low", "speedup_high", "identical_share", "baseline_output_throughput")
+    assert {row[key] for key in joined_keys} == {None}
     assert row["tau"] == 2.9 and row["output_throughput"] > 0 and row["accuracy"] is not None
 
 
@@ -117,10 +95,6 @@ def test_a_server_that_answered_nothing_divides_nothing() -> None:
     silent["loads"] = [
         load | empty | dict.fromkeys(("ttft_s", "tpot_s", "itl_s", "e2e_s"), None) for load in silent["loads"]
     ]
-    row = get_speculative_row(
-        join(made_up("eval", points=[silent]), make_speculative_cell(point(64, 4, 0.01, tau=2.9)))
-    )
-    assert row["remark"] == "not compared: the baseline answered nothing"
     row = get_speculative_row(
         join(made_up("eval", points=[point(64, 4, 0.01)]), make_speculative_cell(silent | {"acceptance": None}))
     )
@@ -162,19 +136,6 @@ def test_identical_share_counts_answers_by_their_digests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tau", "agrees"), [(3.0, "yes"), (2.71, "yes"), (2.69, "no"), (3.29, "yes"), (3.31, "no")]
-)  # fmt: skip
-def test_tau_of_the_eval_split_more_than_a_tenth_away_is_off(tau: float, agrees: str) -> None:
-    baseline = made_up("eval", points=[point(64, 4, 0.02)])
-    row = get_speculative_row(join(baseline, make_speculative_cell(point(64, 4, 0.01, tau=tau))))
-    assert (row["replay_tau"], row["replay_ratio"], row["replay_agrees"]) == (3.0, pytest.approx(tau / 3), agrees)
-    other = get_speculative_row(join(baseline, make_speculative_cell(point(64, 4, 0.01, tau=tau)), of_eval=False))
-    assert (other["replay_tau"], other["replay_agrees"]) == (None, None)  # bug: HumanEval stood beside GSM8K's
-    heated = make_speculative_cell(point(64, 4, 0.01, tau=tau), temperature=0.7)
-    assert get_speculative_row(join(baseline, heated))["replay_agrees"] is None
-
-
-@pytest.mark.parametrize(
     ("how", "tau"),
     [
         ({}, 3.0), ({"top_p": 0.5, "top_k": 9}, 3.0), ({"temperature": 0.7, "top_p": 0.9}, 2.5), ({"temperature": 0.7}, None),
@@ -198,20 +159,3 @@ def test_what_the_engine_cannot_run_is_a_line_with_its_reason_and_its_replayed_t
     row = get_speculative_row(lines)
     assert (row["status"], row["replay_tau"], row["tau"]) == (cell.UNSUPPORTED, 4.0, None)
     assert row["remark"] == "unsupported: topk above 1 isn't built there"
-    assert (
-        get_speculative_row(join(made_up("eval", points=[point(64, 4, 0.02)]), made_up("eval", "e009", "t8_3_16")))[
-            "replay_tau"
-        ]
-        is None
-    )
-
-
-def test_the_table_holds_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    points = [point(64, 4, 0.01, tau=2.9, repeats=2), point(64, None, 0.01, tau=2.8, repeats=2)]
-    baseline = made_up("eval", points=[point(64, 4, 0.02, repeats=2)])
-    lines = join(baseline, make_speculative_cell(*points), made_up("eval", "e009", "t8_2_16"))
-    ResultRow.write_table(line.row for line in lines)
-    read = ResultRow.read_table()
-    assert read == [line.row for line in lines]
-    assert read[0].rate is None

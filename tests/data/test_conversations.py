@@ -81,15 +81,6 @@ def test_another_schema_is_neither_written_nor_read(tmp_path: Path, change: pl.E
         conversations.read_table(path, SAMPLED_SCHEMA, "sample_target")
 
 
-@pytest.mark.parametrize("left", [0, 60, -1], ids=["nothing", "the beginning", "a byte short"])
-def test_a_truncated_table_names_its_stage(tmp_path: Path, left: int) -> None:
-    path = tmp_path / "train.parquet"
-    conversations.write_table(path, pl.DataFrame(FIXED_ROWS, schema=FIXED_SCHEMA), FIXED_SCHEMA)
-    path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(ValueError, match=r"train\.parquet is not valid Parquet .*; run: dvc repro -f -s fix_data$"):
-        conversations.read_table(path, FIXED_SCHEMA, "fix_data")
-
-
 def test_a_folder_is_its_shards_in_order(tmp_path: Path) -> None:
     for number in range(3):
         rows = pl.DataFrame([row | {"id": f"{number}"} for row in SAMPLED_ROWS], schema=SAMPLED_SCHEMA)

@@ -15,16 +15,12 @@ from stages.data import final_answer
         ("So 12 - 5 = 7 rolls are left.", 7),
         ("It costs **$1,234.50**.", Fraction(2469, 2)),
         (r"That is \$1{,}234.", 1234),
-        ("He has 18.00 dollars", 18),
         ("-$5", -5),
-        ("$-5", -5),
         ("−4 degrees", -4),
         ("10-3", 3),  # a difference, not a sign
         ("(2)-3", 3),
-        ("1, 2, 3", 3),
         ("12,34", 34),  # no thousands
         (".5 litres", Fraction(1, 2)),
-        ("7 %.", 7),
         ("none at all", None),
         ("9" * 5000, None),
     ],
@@ -53,7 +49,6 @@ def test_a_number_is_found_in_every_spelling(whole: int, cents: int) -> None:
         (r"\boxed 5.", "5"),
         (r"\fbox{ 3 }", "3"),
         (r"\boxed{1} and \boxed{2", None),  # cut by length: its last word is not known
-        ("nothing", None),
     ],
 )
 def test_the_last_box(text: str, box: str | None) -> None:

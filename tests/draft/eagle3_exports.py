@@ -28,16 +28,11 @@ TARGET = TargetManifest(
     vocab_size=V, rms_norm_eps=1e-6, rope=ROPE, max_position_embeddings=640, tie_word_embeddings=False, eos_token_ids=[7],
 )  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "fc_norm": {"fc_norm": True},
-    "norm_output": {"norm_output": True},
-    "eagle31": {"fc_norm": True, "norm_output": True},
-    "norm_before_fc": {"norm_before_fc": True},
-    "norm_before_residual": {"norm_before_residual": True},
-    "window": {"sliding_window": 64},
-    "qk_norm": {"qk_norm": True},
-    "qk_norm and eagle31": {"qk_norm": True, "fc_norm": True, "norm_output": True},
-}
+    "none": {}, "fc_norm": {"fc_norm": True}, "norm_output": {"norm_output": True},
+    "eagle31": {"fc_norm": True, "norm_output": True}, "norm_before_fc": {"norm_before_fc": True},
+    "norm_before_residual": {"norm_before_residual": True}, "window": {"sliding_window": 64},
+    "qk_norm": {"qk_norm": True}, "qk_norm and eagle31": {"qk_norm": True, "fc_norm": True, "norm_output": True},
+}  # fmt: skip
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 EMBEDDING, HEAD = torch.randn(2, V, H, generator=torch.Generator().manual_seed(7))
 

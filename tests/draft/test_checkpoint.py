@@ -27,22 +27,13 @@ CHOSEN = [3, 4, 11, 12, 29]  # the target's tokens that the draft knows, ascendi
 
 # As in SpecForge's checkpoints and SGLang 0.5.17's llama_eagle3.py; attention reads cat([embedding, feature]), 2H.
 EXPECTED = {
-    "fc.weight": (8, 24),
-    "midlayer.input_layernorm.weight": (8,),
-    "midlayer.hidden_norm.weight": (8,),
-    "midlayer.post_attention_layernorm.weight": (8,),
-    "midlayer.self_attn.q_proj.weight": (24, 16),
-    "midlayer.self_attn.k_proj.weight": (12, 16),
-    "midlayer.self_attn.v_proj.weight": (12, 16),
-    "midlayer.self_attn.o_proj.weight": (8, 24),
-    "midlayer.mlp.gate_proj.weight": (20, 8),
-    "midlayer.mlp.up_proj.weight": (20, 8),
-    "midlayer.mlp.down_proj.weight": (8, 20),
-    "norm.weight": (8,),
-    "lm_head.weight": (5, 8),
-    "d2t": (5,),
-    "t2d": (30,),
-}
+    "fc.weight": (8, 24), "midlayer.input_layernorm.weight": (8,), "midlayer.hidden_norm.weight": (8,),
+    "midlayer.post_attention_layernorm.weight": (8,), "midlayer.self_attn.q_proj.weight": (24, 16),
+    "midlayer.self_attn.k_proj.weight": (12, 16), "midlayer.self_attn.v_proj.weight": (12, 16),
+    "midlayer.self_attn.o_proj.weight": (8, 24), "midlayer.mlp.gate_proj.weight": (20, 8),
+    "midlayer.mlp.up_proj.weight": (20, 8), "midlayer.mlp.down_proj.weight": (8, 20), "norm.weight": (8,),
+    "lm_head.weight": (5, 8), "d2t": (5,), "t2d": (30,),
+}  # fmt: skip
 
 
 def draft() -> dict[str, Tensor]:
@@ -97,40 +88,60 @@ def test_the_file_holds_the_names_and_shapes_engines_ask_for(tmp_path: Path) -> 
     assert t2d.nonzero().flatten().tolist() == CHOSEN
 
 
+# By option: tensors beside EXPECTED, and keys of config.json, as vLLM's llama_eagle3.py and qwen3_eagle3.py have them; SGLang
+# reads the same but q_norm and k_norm, of which it has no class and stops.
+NORMS = {f"fc_norm.{i}.weight": (H,) for i in range(3)}
+QWEN3 = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+QK_NORMS = {f"midlayer.self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
+BY_OPTION: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], dict[str, Any]]] = [
+    ({"fc_norm": True, "norm_output": True}, NORMS, {"fc_norm": True, "norm_output": True}),
+    ({"norm_before_fc": True}, {"input_norm.weight": (3 * H,)}, {"norm_before_fc": True}),
+    ({"norm_before_residual": True}, {}, {"norm_before_residual": True}),
+    ({"sliding_window": 64}, {}, {"sliding_window": 64, "layer_types": ["sliding_attention"]}),
+    ({"qk_norm": True}, QK_NORMS, QWEN3),
+    ({"qk_norm": True, "fc_norm": True}, QK_NORMS | NORMS, QWEN3 | {"fc_norm": True}),
+]
+
+
+@pytest.mark.parametrize(("options", "added", "keys"), BY_OPTION, ids=[" ".join(row[0]) for row in BY_OPTION])
+def test_an_option_adds_the_tensors_and_the_keys_that_engines_ask_for(
+    options: dict[str, Any], added: dict[str, tuple[int, ...]], keys: dict[str, Any]
+) -> None:
+    sizes = replace(SIZES, **options)
+    assert eagle3_checkpoint.list_tensor_shapes(sizes) == EXPECTED | added
+    config = eagle3_checkpoint.build_eagle3_config(sizes, [2, 18, 33], LAYERS, [7])
+    assert config == CONFIG | keys
+
+
+def test_layers_other_than_the_default_are_named_as_each_engine_counts_them() -> None:
+    """SGLang captures the stream after layer k, which enters the block k + 1; vLLM names the block."""
+    config = eagle3_checkpoint.build_eagle3_config(SIZES, [1, 17, 32], LAYERS, [7])
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 16, 31]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 17, 32]
+    assert (
+        not {"eagle_config", "eagle_aux_hidden_state_layer_ids"} & CONFIG.keys()
+    )  # both have the default by themselves
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 SPOILT = {
     "a missing tensor": (lambda t: t.pop("midlayer.hidden_norm.weight"), r"missing tensors \['midlayer.hidden_norm"),
     "an unknown name": (lambda t: t.update({"layers.0.x": torch.zeros(1)}), r"unknown \['layers.0.x'\]"),
-    "a prefix": (lambda t: t.update({"model.fc.weight": t.pop("fc.weight")}), r"'fc.weight'\], unknown \['model.fc"),
     "another shape": (lambda t: t.update({"fc.weight": torch.zeros(8, 16)}), r"is \(8, 16\), expected \(8, 24\)"),
-    "a transposed matrix": (
-        lambda t: t.update({"midlayer.mlp.down_proj.weight": torch.zeros(20, 8)}),
-        r"down_proj.weight is \(20, 8\), expected \(8, 20\)",
-    ),
     "d2t in int32": (lambda t: t.update(d2t=t["d2t"].int()), "d2t is torch.int32 and t2d torch.bool, expected int64"),
-    "t2d in bytes": (lambda t: t.update(t2d=t["t2d"].byte()), "t2d torch.uint8, expected int64 offsets and bool"),
     "d2t as token ids": (lambda t: t.update(d2t=torch.tensor(CHOSEN)), "does not list the tokens that t2d marks"),
     "t2d of other tokens": (lambda t: t.update(t2d=t["t2d"].roll(1)), "does not list the tokens that t2d marks"),
-    "t2d of more tokens": (lambda t: t["t2d"].fill_(True), "does not list the tokens that t2d marks"),
-    "t2d empty": (lambda t: t["t2d"].fill_(False), "does not list the tokens that t2d marks"),
 }  # fmt: skip
-spoilt = pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT.keys())
 
 
-@spoilt
-def test_what_would_mislead_an_engine_is_not_written(tmp_path: Path, spoil: Any, message: str) -> None:
+@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT.keys())
+def test_what_would_mislead_an_engine_is_neither_written_nor_read(tmp_path: Path, spoil: Any, message: str) -> None:
     tensors = draft()
     spoil(tensors)
     with pytest.raises(AssertionError, match=message):
         eagle3_checkpoint.write_eagle3_draft(tmp_path, CONFIG, tensors)
     assert list(tmp_path.iterdir()) == []
-
-
-@spoilt
-def test_what_would_mislead_an_engine_is_not_read(tmp_path: Path, spoil: Any, message: str) -> None:
-    tensors = draft()
-    spoil(tensors)
     write_unchecked(tmp_path / "e003", CONFIG, tensors)
     with pytest.raises(
         ValueError, match=f"e003/draft is no EAGLE-3 draft: .*{message}.*; run: dvc repro -f -s train_draft@e003"
@@ -138,8 +149,9 @@ def test_what_would_mislead_an_engine_is_not_read(tmp_path: Path, spoil: Any, me
         eagle3_checkpoint.read_eagle3_draft(tmp_path / "e003", "train_draft@e003")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), torch.float32), (float("inf"), torch.bfloat16), (-float("inf"), torch.float16)]
+)
 def test_weights_that_are_not_finite_are_neither_written_nor_read(
     tmp_path: Path, value: float, dtype: torch.dtype
 ) -> None:
@@ -158,20 +170,6 @@ def test_weights_that_are_not_finite_are_neither_written_nor_read(
     )
     with pytest.raises(ValueError, match=expected):
         eagle3_checkpoint.read_eagle3_draft(tmp_path / "e003", "train_draft@e003")
-
-
-@pytest.mark.parametrize("name", ["draft/config.json", "draft/model.safetensors"])
-def test_a_missing_or_cut_draft_is_named_with_its_stage(tmp_path: Path, name: str) -> None:
-    eagle3_checkpoint.write_eagle3_draft(tmp_path, CONFIG, draft())
-    path = tmp_path / name
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(
-        ValueError, match=rf"{path} is not valid (safetensors|JSON).* run: dvc repro -f -s train_draft@e009"
-    ):
-        eagle3_checkpoint.read_eagle3_draft(tmp_path, "train_draft@e009")
-    path.unlink()
-    with pytest.raises(ValueError, match=rf"{path} not found; run: dvc repro train_draft@e009"):
-        eagle3_checkpoint.read_eagle3_draft(tmp_path, "train_draft@e009")
 
 
 def test_a_large_state_is_in_shards_that_are_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

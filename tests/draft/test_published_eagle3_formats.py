@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -164,25 +164,17 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any], str
     "NaN weights": (
         {}, lambda t: t["midlayer.mlp.up_proj.weight"][0].fill_(torch.nan),
         r"\.safetensors: \S*midlayer.mlp.up_proj.weight holds 8 NaN or infinite values of 160, expected finite .* export the"),
-    "two layers": ({"num_hidden_layers": 2}, lambda t: None, "num_hidden_layers is 2, expected 1"),
     "MLA": ({"kv_lora_rank": 512}, lambda t: None, "kv_lora_rank is 512, expected None"),
-    "biases": ({"attention_bias": True}, lambda t: None, "attention_bias is True, expected False"),
-    "EAGLE-1": ({}, lambda t: t.update({"fc.weight": torch.zeros(H, 2 * H)}), r"fc.weight is \(8, 16\), expected \(8, 24\)"),
     "no features": ({"eagle_config": {"use_aux_hidden_state": False}}, lambda t: None, "use_aux_hidden_state is False"),
     "parts of a rotation": (
         {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}, lambda t: None, "partial_rotary_factor is 0.5"),
     "two thetas": ({"rope_theta": 1e4}, lambda t: None, "rope_theta is 10000.0 and in rope_parameters 500000.0"),
-    "another width": ({"hidden_size": 16}, lambda t: None, r"hidden_size is 16, the target's \(a/target\) 8"),
-    "an embedding of its own": ({"target_hidden_size": 16}, lambda t: None, "target_hidden_size is 16, expected 8"),
     "SGLang's layers": (
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 31]}}, lambda t: None,
         r"as SGLang counts.* entering blocks \[2, 18, 32\], .* set target.feature_layers to \[2, 18, 32, 33\]"),
     "vLLM's layers": (
         {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}, lambda t: None,
         r"as vLLM counts\) reads .*entering blocks \[1, 17, 32\], .*without 1, 17, 32"),
-    "layers in another order": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [17, 1, 32]}}, lambda t: None,
-        r"layer_ids \[17, 1, 32\], as SGLang counts, expected ids in increasing order"),
     "lists that disagree": (
         {"eagle_aux_hidden_state_layer_ids": [2, 18, 33],
          "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}}, lambda t: None,
@@ -190,9 +182,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any], str
     "a missing norm": ({}, lambda t: t.pop("midlayer.hidden_norm.weight"), r"missing tensors \['midlayer.hidden_norm"),
     "a tensor under two names": ({}, lambda t: t.update({"model.fc.weight": HEAD}), "fc.weight under two names"),
     "token ids for offsets": ({}, lambda t: t.update(d2t=torch.tensor(CHOSEN)), "d2t holds no offsets"),
-    "a map too short": ({}, lambda t: t.update(d2t=t["d2t"][:4]), r"expected int64 \(5,\)"),
     "no map": ({}, lambda t: (t.pop("d2t"), t.pop("t2d")), "has no d2t"),
-    "maps that disagree": ({}, lambda t: t.update(t2d=t["t2d"].roll(1)), "t2d does not mark the tokens that d2t lists"),
     "numbers of eight bits": (
         {}, lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}), "holds float32, float8_e4m3fn"),
 }  # fmt: skip
@@ -206,25 +196,6 @@ def test_what_we_can_not_run_is_refused(
     spoil(tensors)
     with pytest.raises(ValueError, match=message):
         read(publish(tmp_path / "theirs", config | changes, tensors))
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "default", "stored"),
-    [(3, "2, 1, 0", [0, 1, 2]), (4, "2, 2, 1", [1, 2, 3]), (5, "2, 2, 2", [1, 2, 4]), (6, "2, 3, 3", [1, 3, 5])],
-)
-def test_a_draft_without_a_list_for_a_target_of_few_blocks_is_refused(
-    tmp_path: Path, num_layers: int, default: str, stored: list[int]
-) -> None:
-    """Bug: the message named no layer and no block, and sent the user to ask the draft's author for the order of a list."""
-    config, tensors = export_own_draft(tmp_path)
-    folder = publish(tmp_path / "theirs", config, tensors)
-    small_target = replace(TARGET, num_layers=num_layers, feature_layers=stored)
-    with pytest.raises(ValueError, match=r"theirs/config\.json has no eagle_aux_hidden_state_layer_ids") as error:
-        read(folder, target=small_target)
-    assert f"of this target's {num_layers} blocks are {default}; expected three" in str(error.value)
-    (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": stored}))
-    found = read(folder, target=small_target)
-    assert eagle3_checkpoint.read_feature_layers(found.config, num_layers) == stored, "as the message advises"
 
 
 def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,11 +212,3 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(folder)
     exec(str(refusal.value).split('python -c "')[1].split('"')[0], {})
     assert read(folder).config == config
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
-def test_a_cut_file_is_named(tmp_path: Path, name: str) -> None:
-    folder = publish(tmp_path / "theirs", *export_own_draft(tmp_path), shards=2 if "index" in name else 1)
-    (folder / name).write_bytes((folder / name).read_bytes()[:-9])
-    with pytest.raises(ValueError, match=rf"{folder / name} .*not valid (safetensors|JSON)"):
-        read(folder)

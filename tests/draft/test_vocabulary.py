@@ -22,9 +22,3 @@ def test_vocabulary_maps_are_inverse(chosen: set[int], vocab_size: int) -> None:
     assert [i + d for i, d in enumerate(d2t.tolist())] == sorted(chosen)
     assert {i for i, used in enumerate(t2d.tolist()) if used} == chosen
     assert d2t.dtype == torch.int64 and t2d.dtype == torch.bool
-
-
-def test_coverage_counts_tokens_not_kinds() -> None:
-    t2d = torch.tensor([True, False, True])
-    assert eagle3_checkpoint.compute_coverage(torch.tensor([6, 3, 1]), t2d) == 0.7
-    assert eagle3_checkpoint.compute_coverage(torch.zeros(3, dtype=torch.int64), t2d) == 1.0

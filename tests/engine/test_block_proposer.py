@@ -52,12 +52,8 @@ def run_target(ids: list[int]) -> tuple[Tensor, Tensor]:
 
 def make(method: str, seed: int = 1, **options: Any) -> BlockDraft:
     sizes = {
-        "hidden_size": 64,
-        "head_dim": 16,
-        "vocab_size": VOCAB,
-        "mask_token_id": 11,
-        "max_position_embeddings": 512,
-    }
+        "hidden_size": 64, "head_dim": 16, "vocab_size": VOCAB, "mask_token_id": 11, "max_position_embeddings": 512,
+    }  # fmt: skip
     options = {"feature_layers": FEATURES, "block_size": NUM_DRAFTS + (method != "dspark"), **sizes, **options}
     options |= {"selector_top_k": 12} if method == "dflash2" else {}  # as wide as the widest tree
     return random_block_draft(seed, 0.2, torch.float32, **(METHOD_OPTIONS[method] | options))[0]

@@ -1,6 +1,5 @@
 """benchmark and time_trees on a block checkpoint of a tiny target, and what can't be measured with it."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from stages.cells.table import TableLine
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.params import schema
-from stages.params.tree_shape import TreeShape
 from stages.target import manifest
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import METHOD_OPTIONS, SEGMENT_KEYS, random_block_draft
@@ -24,19 +22,13 @@ from tests.torch_cells import read_line
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_SIZE = 4  # dflash drafts 3 tokens, dspark 4
-two_methods = pytest.mark.parametrize("method", ["dflash", "dspark"])
 
 
 def write_draft(method: str, **options: Any) -> BlockDraft:
     """Write the checkpoint `block` of the tiny target."""
     made = manifest.read_manifest()
-    sizes = {
-        "vocab_size": made.vocab_size,
-        "hidden_size": made.hidden_size,
-        "mask_token_id": 3,
-        "block_size": BLOCK_SIZE,
-    }
-    sizes |= {"feature_layers": (1, 2, 3), "max_position_embeddings": 4096}
+    sizes = {"vocab_size": made.vocab_size, "hidden_size": made.hidden_size, "block_size": BLOCK_SIZE}
+    sizes |= {"mask_token_id": 3, "feature_layers": (1, 2, 3), "max_position_embeddings": 4096}
     draft = random_block_draft(2, **(METHOD_OPTIONS[method] | sizes | options))[0].float()
     config = block_checkpoint.build_block_config(draft.config, made.num_layers)
     block_checkpoint.write_block_draft(checkpoint.locate_checkpoint("block"), config, dict(draft.state_dict()))
@@ -68,19 +60,6 @@ def project(talking_project: Path) -> Path:
     return talking_project
 
 
-@two_methods
-def test_a_cell_of_a_block_checkpoint(project: Path, method: str) -> None:
-    write_draft(method)
-    name_checkpoint(project, method)
-    prepare_prompts.main("eval")
-    for tree in TREES:
-        benchmark.main("eval", "block", tree)
-        line = read_line("eval", "block", tree)
-        assert line.row.identical_share == 1.0 and line.row.num_steps == 3 and line.row.requests == 5
-        histogram = line.point.acceptance.histogram
-        assert sum(histogram) > 5 and len(histogram) == 4
-
-
 def sample_drafts(project: Path, method: str, temperature: float = 0.8, **more: Any) -> None:
     hot = {**WORKLOADS["eval"], "temperature": temperature, **more}
     chosen = {"draft_sampling": "sampled", "trees": ["t3_1_4"], "torch_workloads": ["eval"]}
@@ -92,18 +71,19 @@ def read_answers(line: TableLine) -> list[tuple[int, int | None, int | None]]:
     return [(row.output_tokens, row.cycles, row.accepted) for row in line.point.requests]
 
 
-@two_methods
-def test_a_cell_of_sampled_drafts_says_so_and_at_temperature_0_is_greedy(project: Path, method: str) -> None:
-    write_draft(method)
+def test_a_cell_of_sampled_drafts_says_so_and_at_temperature_0_is_greedy(project: Path) -> None:
+    """Of one method: tests/engine/test_sampled_drafts.py compares the cycles of each with a slow one's."""
+    write_draft("dspark")
     found = {}
     for temperature, draft_sampling in ((0.8, "sampled"), (0.8, "greedy"), (0.0, "sampled"), (0.0, "greedy")):
-        sample_drafts(project, method, temperature)
+        sample_drafts(project, "dspark", temperature)
         edit_params(project, {"benchmark": {"draft_sampling": draft_sampling}})
         benchmark.main("eval", "block", "t3_1_4")
         found[temperature, draft_sampling] = read_line("eval", "block", "t3_1_4")
     assert [line.row.draft_sampling for line in found.values()] == ["sampled", "greedy", "greedy", "greedy"]
     assert read_answers(found[0.0, "sampled"]) == read_answers(found[0.0, "greedy"])
     assert read_answers(found[0.8, "sampled"]) != read_answers(found[0.8, "greedy"])
+    assert found[0.0, "greedy"].row.identical_share == 1.0
     sampled = found[0.8, "sampled"]
     assert sampled.row.identical_share is None and sum(row.accepted for row in sampled.point.requests) > 0
 
@@ -119,7 +99,6 @@ def test_a_cell_of_sampled_drafts_says_so_and_at_temperature_0_is_greedy(project
             {"checkpoints": ["e003", "block"]},
             "benchmark.checkpoints: e003 is of EAGLE-3 and benchmark.draft_sampling is",
         ),
-        ({"draft_sampling": "drawn"}, "benchmark.draft_sampling: expected 'greedy' or 'sampled', found 'drawn'"),
     ],
 )
 def test_what_has_no_sampled_drafts_is_refused_before_anything_runs(project: Path, changes: Any, message: str) -> None:
@@ -133,19 +112,14 @@ def test_what_has_no_sampled_drafts_is_refused_before_anything_runs(project: Pat
         schema.load_params()
 
 
-@two_methods
-def test_the_grid_of_a_block_checkpoint(project: Path, method: str) -> None:
+def test_the_grid_of_a_block_checkpoint(project: Path) -> None:
     """Trees of the grid deeper than the block are left out."""
-    draft = write_draft(method)
-    name_checkpoint(project, method)
-    edit_params(project, {"time_trees": {"checkpoints": ["block"], "num_steps": [1, 2, 3, 4, 6], "topk": [1, 2, 3]}})
+    depth = write_draft("dspark").config.num_drafts
+    name_checkpoint(project, "dspark")
+    edit_params(project, {"time_trees": {"checkpoints": ["block"], "num_steps": [1, 3, 4, 6], "topk": [1, 2]}})
     time_trees.main("block")
-    found = timing_grid.read_timing_grid("block", "tiny")
     trees = schema.load_params().time_trees.list_trees()
-    shallow = [tree for tree in trees if tree.num_steps <= draft.config.num_drafts]
-    assert TreeShape(draft.config.num_drafts, 1, draft.config.num_drafts + 1) in shallow
-    assert len(shallow) < len(trees)
-    assert [(r["num_steps"], r["topk"], r["num_draft_tokens"]) for r in found["grid"]] == [
-        (tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in shallow
-    ]
-    assert found["draft"] == json.loads(Path("drafts/block/draft/config.json").read_text())
+    shallow = [(tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in trees if tree.num_steps <= depth]
+    found = timing_grid.read_timing_grid("block", "tiny")["grid"]
+    assert [(row["num_steps"], row["topk"], row["num_draft_tokens"]) for row in found] == shallow
+    assert (depth, 1, depth + 1) in shallow and len(shallow) < len(trees)

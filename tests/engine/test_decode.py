@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3NextConfig
 
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
-from stages.engine import slot_pool
 from stages.engine.decode import Engine
 from stages.engine.sampling import SamplingParams, draw_tokens, draw_uniforms
 from stages.engine.target_runner import TargetRunner
@@ -62,25 +61,6 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, VOCAB, (length,), generator=draw).tolist() for length in (1, 2, 30)]
 
 
-ASKED: dict[tuple[int, ...], list[int]] = {}
-
-
-def search_greedily(model: Any, prompt: list[int], room: int = ROOM) -> list[int]:
-    """transformers' own greedy search; asked once, since it takes longer than all else here."""
-    if (key := (room, *prompt)) not in ASKED:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=room,
-            do_sample=False,
-            eos_token_id=[END],
-            pad_token_id=0,
-        )
-        ASKED[key] = out[0, len(prompt) :].tolist()
-    return ASKED[key]
-
-
 def sample_by_transformers(model: Any, prompt: list[int], how: SamplingParams) -> list[int]:
     """An answer token by token, from transformers' forward over the whole text; asked once."""
     key = id(model), how, tuple(prompt)
@@ -104,34 +84,6 @@ def _sample_by_transformers(model: Any, prompt: list[int], how: SamplingParams) 
 
 def join_tokens(steps: Any) -> list[int]:
     return [token for step in steps for token in step.tokens]
-
-
-def test_drawn_answers_follow_their_own_numbers_and_temperature(engine: Engine, model: Any) -> None:
-    """In turns with others of one engine: a pass that was recorded for one temperature is not played for another."""
-    accepted = 0
-    for seed, (temperature, top_p, top_k) in enumerate(
-        [(0.7, 0.9, 5), (6.0, 1.0, None), (0.7, 0.9, 5), (6.0, 0.8, None)]
-    ):
-        how = SamplingParams(temperature, top_p, top_k, seed)
-        for prompt in prompts():
-            expected = sample_by_transformers(model, prompt, how)
-            assert join_tokens(engine.decode_plain(prompt, ROOM, sampling=how)) == expected
-            steps = list(engine.decode_speculative(prompt, ROOM, TreeShape(5, 4, 16), sampling=how))
-            assert join_tokens(steps) == expected
-            accepted += sum(step.num_accepted for step in steps[1:])
-            assert join_tokens(engine.decode_speculative(prompt, 7, TreeShape(5, 4, 16))) == search_greedily(
-                model, prompt, 7
-            )
-    assert accepted > 5
-
-
-@pytest.mark.parametrize("room", [1, 2, 3, 7])
-def test_the_length_limit_holds_inside_a_cycle(engine: Engine, model: Any, room: int) -> None:
-    for prompt in prompts():
-        assert join_tokens(engine.decode_speculative(prompt, room, TreeShape(5, 4, 16))) == search_greedily(
-            model, prompt, room
-        )
-        assert join_tokens(engine.decode_plain(prompt, room)) == search_greedily(model, prompt, room)
 
 
 def test_an_end_token_ends_both_though_it_is_found_late(engine: Engine, model: Any) -> None:
@@ -168,27 +120,6 @@ def test_every_way_to_run_accepts_the_same_drafts(model: Any, monkeypatch: pytes
                     [list(engine.decode_speculative(prompt, ROOM, TreeShape(5, 3, 12))) for prompt in prompts()]
                 )
         assert found[0] == found[1] == found[2]
-
-
-def test_margin_is_the_gap_between_the_two_best_logits(model: Any) -> None:
-    engine, prompt = build_engine(model, [END], [1, 2, 3]), prompts()[2]
-    first, second = model(torch.tensor([prompt])).logits[0, -1].topk(2).values.tolist()
-    for num_output in (0, 1, 3):
-        split = len(prompt) - num_output
-        found = engine.measure_margin(prompt[:split], prompt[split:])
-        assert found == pytest.approx(first - second, abs=1e-4)
-
-
-def test_too_little_memory_is_told_before_the_first_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 layers of 2 heads 16 wide, and the draft's: 1,280 bytes a token, keys and values in float32.
-
-    Bug: the message said that 0.0 GiB are needed and 0.0 GiB left.
-    """
-    monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 1280 * 256 - 1)
-    with pytest.raises(ValueError, match=r"keys and values of 256 tokens take 320 KiB, cpu has 320 KiB left; lower"):
-        next(engine.decode_plain([1, 2, 3], 8))
-    monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 1280 * 256)
-    assert next(engine.decode_plain([1, 2, 3], 8)).tokens
 
 
 def test_a_target_with_another_state_than_keys_and_values_is_refused() -> None:

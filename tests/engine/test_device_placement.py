@@ -11,7 +11,7 @@ from stages.engine.decode_state import DecodeRequest
 from stages.engine.memory_estimate import MemoryEstimate, estimate_memory
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
-from stages.params.units import GIB, format_bytes
+from stages.params.units import format_bytes
 from stages.target import loading
 from tests.built_engines import build_engine
 from tests.engine.test_decode import draft
@@ -23,10 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("rest", "blocks", "count", "expected"),
     [
-        (0, [1] * 6, 1, [0] * 6),
         (0, [1] * 6, 2, [0, 0, 0, 1, 1, 1]),
         (2, [1] * 6, 2, [0, 0, 1, 1, 1, 1]),
-        (9, [1] * 3, 2, [1, 1, 1]),
         (0, [4, 1, 1, 1, 1], 2, [0, 1, 1, 1, 1]),
         (1, [1] * 8, 3, [0, 0, 1, 1, 1, 2, 2, 2]),
     ],
@@ -49,16 +47,6 @@ def test_a_model_that_was_placed_says_what_it_said(model: Any) -> None:
     assert list(model.get_decoder().layers) == blocks
     assert list(build_engine(model, [5], []).decode_plain(prompt, 12)) == before[0]
     assert torch.equal(model(torch.tensor([prompt])).logits, before[1])
-
-
-def test_weights_above_the_limit_are_told_with_the_numbers(model: Any) -> None:
-    size = sum(weight.nbytes for weight in [*model.parameters(), *model.buffers()]) / GIB
-    with pytest.raises(
-        ValueError,
-        match=r"weights are [\d.]+ [KM]iB, [\d.]+ [KM]iB of them for cpu, of which [\d.]+ ([KM]i)?B may be taken; raise",
-    ):
-        device_placement.place_model(model, ["cpu"], max_memory_gib=0.99 * size)
-    device_placement.place_model(model, ["cpu"], max_memory_gib=1.01 * size)
 
 
 def test_memory_is_said_as_it_is_taken() -> None:

@@ -3,7 +3,6 @@
 The target is that of test_sampling, whose answers have probabilities that are known exactly.
 """
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from stages.draft.block_draft import BlockDraft
-from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import sampling
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
@@ -20,9 +18,9 @@ from stages.params.tree_shape import TreeShape
 from stages.target.hooks import capture_residual_streams
 from tests.built_engines import build_engine
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
-from tests.draft.slow_draft import CONFIG, small_target
+from tests.draft.slow_draft import small_target
 from tests.engine import fake_cuda_graphs
-from tests.engine.test_sampling import FEATURES, HOW, PROMPT, V, is_rejected, join_tokens, warp_logits
+from tests.engine.test_sampling import FEATURES, HOW, PROMPT, V, is_rejected, warp_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -163,19 +161,6 @@ def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(execution: str, m
         assert 5 < drafts < tree.num_steps * sum(len(steps) - 1 for steps in alone) - 5, "both kinds are tested"
 
 
-@every_method
-def test_a_seed_gives_one_answer_whatever_the_limit_and_plain_decoding_ignores_it(method: str) -> None:
-    engine = make_engine(method)
-    answers = [join_tokens(decode(engine, make_sampling("hot", seed))) for seed in (4, 4, 5)]
-    assert answers[0] == answers[1] != answers[2]
-    assert join_tokens(decode(engine, make_sampling("hot", 4), 11)) == answers[0][:11]
-    plain = [
-        join_tokens(engine.decode_plain(PROMPT, 20, sampling=how))
-        for how in (make_sampling("hot", 4), SamplingParams(*HOW["hot"], 4))
-    ]
-    assert plain[0] == plain[1]
-
-
 # The distribution
 
 
@@ -186,16 +171,3 @@ def test_answers_have_the_targets_own_probabilities(method: str, how: str, tree)
 
 
 # What is refused
-
-
-def test_trees_and_eagle3_have_no_sampled_drafts() -> None:
-    how = make_sampling("hot", 1)
-    with pytest.raises(
-        ValueError, match=r"t3_2_6: topk is 2 and drafts are to be sampled .* expected a chain.* take t3_1_4"
-    ):
-        decode(make_engine("dspark"), how, tree=TreeShape(3, 2, 6))
-    draft = Eagle3Draft(replace(CONFIG, vocab_size=V, draft_vocab_size=V)).requires_grad_(False)
-    engine = build_engine(small_target(V, 1), [], FEATURES, draft)
-    with pytest.raises(ValueError, match=r"drafts are to be sampled .* the draft is EAGLE-3's, expected a block"):
-        decode(engine, how)
-    assert decode(engine, SamplingParams(*HOW["hot"], 1))

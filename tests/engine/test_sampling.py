@@ -64,9 +64,9 @@ def join_tokens(steps) -> list[int]:
 # What tokens are drawn from
 
 
-@pytest.mark.parametrize("top_k", [None, 1, 5, 50, 1000])
-@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])
-@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [None, 1, 5, 1000])
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 1e-6])
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 2.5])
 def test_probabilities_are_transformers(temperature: float, top_p: float, top_k: int | None) -> None:
     logits = 3 * torch.randn(40, 200, generator=torch.Generator().manual_seed(5))
     ours = compute_probabilities(logits, temperature, top_p, top_k)

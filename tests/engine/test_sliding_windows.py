@@ -96,9 +96,8 @@ def test_answers_are_transformers_own(name: str) -> None:
     engine, expected = build_engine(name), [generate(name, prompt) for prompt in PROMPTS]
     unlimited = built_engines.build_engine(build(name, 200), [], [])
     assert [join_tokens(unlimited.decode_plain(prompt, ROOM)) for prompt in PROMPTS] != expected or name == "Phimoe"
-    assert (
-        join_tokens(engine.decode_plain(PROMPTS[0], ROOM)) == expected[0]
-    )  # the one that passes the window as it grows
+    # The first prompt passes the window as it grows.
+    assert join_tokens(engine.decode_plain(PROMPTS[0], ROOM)) == expected[0]
     for tree in ((5, 3, 12), (8, 1, 9)):
         assert join_tokens(engine.decode_speculative(PROMPTS[0], ROOM, TreeShape(*tree))) == expected[0]
     for shape in (None, TreeShape(3, 2, 6)):

@@ -1,7 +1,6 @@
 """The target in few kernels: against transformers' own forward, and the kernels against torch, interpreted on the CPU."""
 
 import os
-from functools import partial
 from typing import Any
 
 import pytest
@@ -263,17 +262,3 @@ def test_products_with_a_stream_of_weights(gpu: Any, rows: int, width: int, outp
     for gated, reference in ((False, plain.matmul), (True, plain.gated_matmul)):
         got = gpu.stream_matmul(x, w, gated, 16, 32, 4, 2).float()
         torch.testing.assert_close(got, reference(x.float(), w.float()), rtol=close, atol=close)
-
-
-def test_the_fastest_product_is_taken_and_timed_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of half-precision products of few tokens; others are the library's."""
-    from stages.engine import matmul_triton
-
-    timed = iter([3.0, 5.0, 2.0, *[float("inf")] * 4])
-    monkeypatch.setattr(matmul_triton, "_time_matmul", lambda *_given: next(timed))
-    monkeypatch.setattr(matmul_triton, "fastest_tilings", {})
-    x, w = draw(20, 32).half(), draw(48, 32, seed=1).half()
-    pick = partial(matmul_triton.pick_tiling, gated=False, run_cublas=gpu._run_cublas, add_rms_norm=gpu.add_rms_norm)
-    assert pick(x, w) == pick(x[:17], w) == matmul_triton.MATMUL_TILINGS[1]
-    assert pick(x.float(), w.float()) is None and pick(x.repeat(4, 1), w) is None
-    torch.testing.assert_close(gpu.matmul(x, w), plain.matmul(x, w), rtol=2e-3, atol=2e-2)

@@ -103,8 +103,6 @@ class Double:
         self.speculates = bool(flags.speculative_draft_model_path)
         self.turn = asyncio.Lock()
         self.simulated = float(os.environ.get("SGLANG_SIMULATE_ACC_LEN", 0)) if flags.engine == "sglang" else 0.0
-        if flags.speculative_config and flags.speculative_config.get("rejection_sample_method") == "synthetic":
-            self.simulated = flags.speculative_config["synthetic_acceptance_length"]
         self.reset_counters()
 
     @cached_property

@@ -1,15 +1,10 @@
-"""An OpenAI-compatible server that can be told to misbehave. Raw asyncio, so that it can also cut, reset and hang.
-
-python -m tests.engines.misbehaving_server PORT DELAY_S [spread]   # a null server: one answer, after a fixed delay or a drawn one
-python -m tests.engines.misbehaving_server PORT GAP_S stream         # streams as many tokens as are asked for, one each GAP_S
-"""
+"""An OpenAI-compatible server that can be told to misbehave. Raw asyncio, so that it can also cut, reset and hang."""
 
 import asyncio
 import hashlib
 import json
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,11 +25,6 @@ def echo(body: dict[str, Any], _number: int) -> dict[str, Any]:
     return completion(f"place: {hashlib.sha256(data).hexdigest()[:12]}", body["model"])
 
 
-def spread(delay_s: float, seed: int) -> float:
-    """A delay of half to one and a half of `delay_s`, another for each seed: so no two answers come in one moment."""
-    return delay_s * (0.5 + seed * 0.6180339887498949 % 1)
-
-
 @dataclass
 class Streamed:
     """An answer in chunks: when, in seconds since the request came, and how many tokens."""
@@ -43,14 +33,10 @@ class Streamed:
     finish: str = "length"
     meta: dict[str, Any] = field(default_factory=dict)  # SGLang's last words, or its sglext in OpenAI's dialect
     metrics: dict[str, Any] = field(default_factory=dict)  # vLLM's figures of the request, in OpenAI's dialect
-    counts: bool = True  # OpenAI's dialect: says with every chunk how many tokens there are, else at the end
-    incremental: bool = False  # SGLang's dialect: only what is new
-    stamped: bool = False  # the text is when each chunk was sent, by the machine's one clock
     failure: str | None = None  # after the chunks, instead of an end: reset, hang, close, or the message of an error
-    prompt_tokens: int = 7
     ready: Callable[[], bool] = lambda: (
         True
-    )  # before each chunk: whether it may go; so a test sets an order, not a time
+    )  # before each chunk: whether it may go, so a test sets an order, not a time
 
 
 def spell_words(first: int, last: int) -> str:
@@ -65,8 +51,6 @@ class Fake:
     ) -> None:
         """`delay_s` in seconds, or what gives them for a body."""
         self.reply, self.port, self.models, self.host = reply, port, models, host
-        self.location = ""
-        self.loading = 0  # how many times more /v1/models is answered by 503, as while a server loads its model
         self.pages: dict[str, Any] = {}  # path -> what a GET or POST of it gives: a value, bytes, or what makes one
         self.arrived: list[float] = []  # of each request for an answer, by the machine's clock
         self.streams: list[list[float]] = []  # when each chunk of each stream was sent
@@ -101,9 +85,6 @@ class Fake:
                             return
                     finally:
                         self._at_once -= 1
-                elif path == "/v1/models" and self.loading:
-                    self.loading -= 1
-                    self._send(writer, 503, {})
                 elif path == "/v1/models" and self.models is not None:
                     self._send(writer, 200, self.models)
                 elif (page := path.partition("?")[0]) in self.pages:
@@ -177,13 +158,12 @@ class Fake:
                 raise ConnectionResetError
             num_sent += tokens
             sent_times.append(time.perf_counter())
-            self._event(
-                writer, build_event(path, reply, num_sent - tokens, num_sent, num_sent == total and not reply.failure)
-            )
+            is_last = num_sent == total and not reply.failure
+            self._event(writer, build_event(path, reply, num_sent - tokens, num_sent, is_last))
         if reply.failure:
             return await self._break(reply.failure, writer)
         if path != "/generate":
-            usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": num_sent}
+            usage = {"prompt_tokens": 7, "completion_tokens": num_sent}
             details = {"sglext": reply.meta} if reply.meta else {"metrics": {"speculative_decoding": reply.metrics}}
             self._event(writer, {"choices": [], "usage": usage, **(details if reply.meta or reply.metrics else {})})
         self._chunk(writer, b"data: [DONE]\n\n")
@@ -191,21 +171,19 @@ class Fake:
         await writer.drain()
         return True
 
-    def _native(self, _path: str, reply: Streamed, start: int, stop: int, is_last: bool) -> dict[str, Any]:
-        begin = start if reply.incremental else 0
-        meta = {"id": "x", "prompt_tokens": reply.prompt_tokens, "completion_tokens": stop, "finish_reason": None}
+    def _native(self, _path: str, reply: Streamed, _start: int, stop: int, is_last: bool) -> dict[str, Any]:
+        meta = {"id": "x", "prompt_tokens": 7, "completion_tokens": stop, "finish_reason": None}
         if is_last:
             meta |= {"finish_reason": {"type": reply.finish, "message": "stopped by its operator"}, **reply.meta}
-        return {"text": spell_words(begin, stop), "output_ids": list(range(begin, stop)), "meta_info": meta}
+        return {"text": spell_words(0, stop), "output_ids": list(range(stop)), "meta_info": meta}
 
     def _openai(self, path: str, reply: Streamed, start: int, stop: int, is_last: bool) -> dict[str, Any]:
-        text = f"{time.perf_counter()} " if reply.stamped else spell_words(start, stop)
+        text = spell_words(start, stop)
         choice: dict[str, Any] = (
             {"index": 0, "delta": {"content": text}} if path.endswith("chat/completions") else {"text": text}
         )
         choice["finish_reason"] = reply.finish if is_last else None
-        usage = {"usage": {"prompt_tokens": reply.prompt_tokens, "completion_tokens": stop}} if reply.counts else {}
-        return {"choices": [choice], **usage}
+        return {"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": stop}}
 
     async def _break(self, failure: str, writer: asyncio.StreamWriter) -> bool:
         if failure == "hang":
@@ -230,8 +208,7 @@ class Fake:
     def _send(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
         writer.write(
-            b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n"
-            % (status, f"Location: {self.location}\r\n".encode() if self.location else b"", len(data))
+            b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (status, len(data))
             + data
         )
 
@@ -259,22 +236,3 @@ class Fake:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # what is closed tells its protocol so
-
-
-def main(port: int, seconds: float, mode: str) -> None:
-    def answer(body: dict[str, Any], _number: int) -> Any:
-        if mode != "stream":
-            return completion("ok", body["model"])
-        tokens = body["max_tokens"] if "max_tokens" in body else body["sampling_params"]["max_new_tokens"]
-        return Streamed([((i + 1) * seconds, 1) for i in range(tokens)], stamped=True)
-
-    delay = (lambda body: spread(seconds, body["seed"])) if mode == "spread" else seconds
-    fake = Fake(answer, delay, port)
-    fake.pages = {"/flush_cache": b"", "/server_info": {}}
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(fake._listen())
-    loop.run_forever()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), (sys.argv[3:] or [""])[0])

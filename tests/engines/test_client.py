@@ -29,31 +29,26 @@ def make_bodies(count: int) -> list[dict[str, Any]]:
     return [{**BODY, "seed": n} for n in range(count)]
 
 
-@pytest.mark.parametrize(
-    "failure", [500, 502, 503, 429, "reset", "cut", "half", "hang", "drip", {"choices": []}, None], ids=str
-)
+@pytest.mark.parametrize("failure", [429, "half", "drip", {"choices": []}, None], ids=str)
 def test_transient_failures_are_retried(failure: Any) -> None:
     with Fake(lambda body, index: failure if index == 0 else echo(body, index)) as fake:
-        (answer,), http = send_requests([fake.url], [BODY], timeout_s=1.5 if failure in ("hang", "drip") else 60.0)
+        (answer,), http = send_requests([fake.url], [BODY], timeout_s=0.5 if failure == "drip" else 60.0)
     assert answer.text.startswith("place: ")
     assert answer.finish_reason == "stop"
     assert len(fake.bodies) == 2 and fake.bodies[0] == fake.bodies[1]
     assert sum(http.retries_by_reason.values()) == 1
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
-def test_refused_requests_are_not_retried(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, http_session.RequestRefusedError), (422, http_session.RequestRefusedError), (401, ValueError)],
+)
+def test_refused_requests_are_not_retried_and_what_concerns_all_stops_the_run(
+    status: int, kind: type[Exception]
+) -> None:
     with Fake(lambda *_: status) as fake:
         (answer,), _ = send_requests([fake.url], [BODY])
-    assert isinstance(answer, http_session.RequestRefusedError) and f"HTTP {status}" in str(answer)
-    assert len(fake.bodies) == 1
-
-
-@pytest.mark.parametrize("status", [401, 403, 404])
-def test_failures_that_concern_every_request_stop_the_run(status: int) -> None:
-    with Fake(lambda *_: status) as fake:
-        (answer,), _ = send_requests([fake.url], [BODY])
-    assert isinstance(answer, ValueError) and f"HTTP {status}" in str(answer)
+    assert isinstance(answer, kind) and f"HTTP {status}" in str(answer)
     assert len(fake.bodies) == 1
 
 
@@ -114,22 +109,6 @@ def test_a_failing_server_is_avoided_and_used_again_once_it_answers() -> None:
         assert answer_counts[failing.url] > 20 and answer_counts[healthy.url] > 0  # the one that is well is the slower
 
 
-def test_a_server_that_is_never_up_is_named_at_once_and_while_it_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Bug: not a word for the minute until the attempts had ended."""
-    monkeypatch.setattr(client, "NOTE_INTERVAL_S", 0.0)
-    with Fake() as closed:
-        pass
-    (answer,), _ = send_requests([closed.url], [BODY], attempts=3)
-    assert isinstance(answer, ValueError) and "no answer in 3 attempts" in str(answer)
-    first, *later = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert first.startswith(f"note: waiting for {closed.url}, which can't be asked yet: ClientConnectorError")
-    assert first.endswith("; unless a server answers, the run stops in about 0 s (sample_target.server.attempts: 3)")
-    assert len(later) == 3
-    assert all(line.startswith(f"note: still waiting for {closed.url}, 0 s so far: Client") for line in later)
-
-
 def test_the_api_key_is_sent_and_never_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "swordfish")
     with Fake(lambda *_: 401) as fake:
@@ -151,13 +130,9 @@ def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.Mo
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "gpu2,.local")
     urls = [
-        "http://gpu1:8000",
-        "http://gpu2:8000",
-        "http://a.local:1",
-        "http://127.0.0.1:1",
-        "http://localhost:1",
+        "http://gpu1:8000", "http://gpu2:8000", "http://a.local:1", "http://127.0.0.1:1", "http://localhost:1",
         "https://b",
-    ]
+    ]  # fmt: skip
     assert [http_session.find_proxy(url) for url in urls] == ["http://proxy:3128", None, None, None, None, None]
     with Fake() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)

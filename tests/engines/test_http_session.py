@@ -45,12 +45,11 @@ def url() -> Iterator[str]:
     thread.join()
 
 
-@pytest.mark.parametrize(("kept_s", "fails"), [(CLOSES_S / 3, False), (60.0, True)])
 def test_a_connection_that_the_server_closed_while_nobody_looked_is_not_taken_again(
-    kept_s: float, fails: bool, url: str, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five of 256 requests failed so on an H200: after a warm-up, all came at once in one turn of the loop."""
-    monkeypatch.setattr(http_session, "KEEPALIVE_S", kept_s)
+    monkeypatch.setattr(http_session, "KEEPALIVE_S", CLOSES_S / 3)
 
     async def run() -> None:
         async with http_session.HttpSession("tiny", 10.0, "benchmark_served.server") as http:
@@ -60,8 +59,4 @@ def test_a_connection_that_the_server_closed_while_nobody_looked_is_not_taken_ag
             async with http.open(url, "POST", "/generate") as response:
                 assert await response.text() == "yes"
 
-    if fails:
-        with pytest.raises(http_session.ExchangeFailedError, match="Server disconnected"):
-            asyncio.run(run())
-    else:
-        asyncio.run(run())
+    asyncio.run(run())

@@ -30,7 +30,7 @@ def engine(rng: random.Random, depth: int, limit: int, retractions: int) -> tupl
     return figures, limit, sum(drafted[:limit]), cycles
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(40))
 def test_drafts_beyond_the_end_are_left_out(seed: int) -> None:
     rng = random.Random(seed)
     figures, tokens, accepted, cycles = engine(rng, rng.randint(1, 10), rng.randint(2, 60), rng.randint(0, 1))

@@ -56,20 +56,6 @@ def test_one_process_or_several_and_chunks_of_any_size_make_the_same_bytes(
     assert not fix_data.WAITING_FOLDER.exists()
 
 
-def test_a_hub_dataset_in_the_stage(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through datasets.load_dataset, on a folder in place of an id; its images' bytes are refused."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "cache")
-    Path("data/talk").mkdir()
-    Path("data/talk/train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in pairs(60)))
-    Path("data/talk.hub.yaml").write_text("dataset: data/talk\nname: null\nsplit: train\nrevision: null\n")
-    set_lines(raw="data/talk.hub.yaml")
-    _, _, report = outcome()
-    assert report["clean"] == 60 and report["formats"] == {"prompt_answer": 60}
-    assert report["hub"]["talk.hub.yaml"] | {"split": "train", "rows": 60} == report["hub"]["talk.hub.yaml"]
-
-
 def test_a_history_in_a_cell_is_read_as_json(home: Path) -> None:
     """Bug: the text was taken for a list of its characters, and every row with a history was dropped, of `[]` too."""
     rows = pairs(60)

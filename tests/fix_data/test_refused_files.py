@@ -8,8 +8,7 @@ import pytest
 
 from stages import fix_data
 from stages.data import readers
-from stages.data.tables.table_schema import load_table_file
-from tests.fix_data.raw_rows import RAW, outcome, questions, set_params, write_raw
+from tests.fix_data.raw_rows import RAW, questions, set_params, write_raw
 
 
 @pytest.mark.parametrize(
@@ -26,20 +25,6 @@ def test_a_line_that_is_no_conversation_stops_the_stage(home: Path, line: str, f
         fix_data.main()
     assert str(RAW) in str(error.value) and f"found {found}" in str(error.value) and "fix" in str(error.value)
     assert not fix_data.TRAIN_FILE.exists() and not fix_data.REPORT.exists()
-
-
-def test_a_broken_schema_stops_the_stage_before_any_work(home: Path) -> None:
-    outcome()
-    before = fix_data.TRAIN_FILE.read_bytes()
-    Path("data/tables/weather.yaml").write_text("keys: {place: {type: txt}}")
-    load_table_file.cache_clear()
-    with pytest.raises(ValueError, match=r"weather\.yaml: keys\.place: unknown type txt \(did you mean text\?\)"):
-        fix_data.main()
-    assert fix_data.TRAIN_FILE.read_bytes() == before and not fix_data.WAITING_FOLDER.exists()
-    load_table_file.cache_clear()
-    Path("data/tables/weather.yaml").unlink()
-    with pytest.raises(ValueError, match=r"fix_data\.tables is data/tables/weather\.yaml, which does not exist"):
-        fix_data.main()
 
 
 def test_a_process_that_is_killed_is_one_message(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,22 +52,3 @@ def test_a_given_eval_file_wins_over_training_rows_that_come_before_it(home: Pat
     assert report["rows_in"] == 101 and train["id"].to_list() == [r["id"] for r in rows[30:]]
     assert report["dropped_reasons"] == {"duplicate": 1, "in_eval": 10}
     assert set(evaluation["source"]) == {"z_test.jsonl"}
-
-
-def test_several_eval_files_are_the_eval_split(home: Path) -> None:
-    """Train on one file, evaluate on others, of which eval_rows takes the first rows each."""
-    for number, name in enumerate(("a/train.jsonl", "b/b1.jsonl", "b/b2.csv", "c.jsonl")):
-        (Path("data/own") / name).parent.mkdir(parents=True, exist_ok=True)
-        rows = pairs(30, of=number)
-        if name.endswith(".csv"):
-            pl.DataFrame(rows).write_csv(Path("data/own") / name)
-        else:
-            (Path("data/own") / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    set_lines(raw="data/own", eval_file="[b, c.*]")
-    train, evaluation, report = outcome()
-    assert dict(evaluation["source"].value_counts().iter_rows()) == {"b/b1.jsonl": 30, "b/b2.csv": 30, "c.jsonl": 30}
-    assert set(train["source"]) == {"a/train.jsonl"} and report["rows_out"] == 120
-    set_lines(raw="data/own", eval_file="b", eval_rows="10")
-    train, evaluation, _ = outcome()
-    assert dict(evaluation["source"].value_counts().iter_rows()) == {"b/b1.jsonl": 10, "b/b2.csv": 10}
-    assert train.height == 100

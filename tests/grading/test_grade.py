@@ -94,15 +94,11 @@ def test_quality_is_counted_and_says_how() -> None:
 
 
 WAYS_OUT = {
-    "leaves before its tests": "import sys\nsys.exit(0)",
-    "leaves for good": "import os\nos._exit(0)",
-    "fails": "assert False",
-    "is no Python": "def f(:",
-    "crashes": "import ctypes\nctypes.string_at(0)",
+    "leaves before its tests": "import sys\nsys.exit(0)", "leaves for good": "import os\nos._exit(0)",
+    "fails": "assert False", "is no Python": "def f(:", "crashes": "import ctypes\nctypes.string_at(0)",
     "eats memory": "x = []\nwhile True:\n    x.append(bytes(1 << 22))",
-    "writes a file": "open('a', 'w').write('x' * 9999)",
-    "sleeps": "import time\ntime.sleep(999)",
-}
+    "writes a file": "open('a', 'w').write('x' * 9999)", "sleeps": "import time\ntime.sleep(999)",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", WAYS_OUT.values(), ids=WAYS_OUT)

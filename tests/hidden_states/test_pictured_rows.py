@@ -48,12 +48,3 @@ def test_an_index_that_misplaces_pictures_is_refused(tmp_path: Path, column: str
     path = tmp_path / "index.parquet"
     pl.read_parquet(path).with_columns(pl.col(column) + by).write_parquet(path)
     assert "its rows in index.parquet leave tokens out or have them twice" in read_refusal(tmp_path)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-def test_a_picture_with_nan_is_refused_by_its_row(tmp_path: Path, dtype: torch.dtype) -> None:
-    rows = make_pictured_rows()
-    assert rows[3].image_embeddings is not None
-    rows[3].image_embeddings[8, 1] = float("nan")
-    writer.write_rows(tmp_path, rows, dtype, 10**9)
-    assert "row w.3 holds NaN or infinity" in read_refusal(tmp_path)

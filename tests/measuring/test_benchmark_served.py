@@ -1,8 +1,6 @@
 """benchmark_served: against servers that speak SGLang's and vLLM's protocols and really decode (engine_double.py)."""
 
-import base64
 import contextlib
-import io
 import json
 import os
 import re
@@ -11,28 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from stages import benchmark_served, prepare_prompts
 from stages.cells.cell import Cell, locate_cell
-from stages.engines import gguf_files, registry, versions
-from stages.engines.cell_engine import QuestionTurn
+from stages.engines import gguf_files, versions
 from stages.engines.sglang import SGLang
 from stages.measuring import export_gguf, load_generator
-from stages.measuring.server_setup import ServedWorkload
-from stages.params.benchmark_sections import Workload
 from stages.prompts import workload_prompts
-from stages.prompts.workload_prompts import WorkloadPrompt
-from stages.runtime import atomic
-from stages.target import vision
 from tests.built_engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
 from tests.conftest import ROOT, edit_params, has_ended
 from tests.engines.engine_double import FORK_VARIABLE
@@ -184,19 +173,13 @@ def test_llama_cpps_converter_runs_no_code_of_a_target_unasked(tmp_path: Path, m
         assert Path("ran").exists() == trust
 
 
-@pytest.mark.parametrize(
-    ("engine", "tree", "problem"),
-    [
-        ("sglang", "t8_2_8", "at least num_steps + 1 = 9, found 8"),
-        ("vllm", "t8_2_16", "chains only, this tree has topk 2"),
-    ],
-)
-def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str, problem: str, project: Path) -> None:
+def test_what_an_engine_cannot_run_is_a_cell_that_says_so(project: Path) -> None:
     """And no server is started: `command` would fail."""
     edit_server(project, command=["/nowhere"])
-    benchmark_served.main(engine, "eval", "e003", tree)
-    found = Cell.read(engine, "eval", "e003", tree)
-    assert found["status"] == "unsupported" and problem in found["reason"] and found["points"] == []
+    benchmark_served.main("vllm", "eval", "e003", "t8_2_16")
+    found = Cell.read("vllm", "eval", "e003", "t8_2_16")
+    assert found["status"] == "unsupported" and found["points"] == []
+    assert "chains only, this tree has topk 2" in found["reason"]
     assert found.draft_sampling == "greedy"
 
 
@@ -212,8 +195,7 @@ def test_what_a_server_ends_with_since_its_engine_cannot_run_it_is_such_a_cell(
     assert (found["status"], found["reason"]) == ("unsupported", "it keeps no hidden states of this target")
 
 
-@pytest.mark.parametrize("interleave", [False, True])
-def test_a_draft_that_accepts_nothing_is_a_skipped_cell(interleave: bool, project: Path) -> None:
+def test_a_draft_that_accepts_nothing_is_a_skipped_cell(project: Path) -> None:
     """Bug: the stage ended in an error, and with it the run; cells of the torch engine are skipped."""
     weights = project / "drafts/e003/draft/model.safetensors"
     kept = weights.read_bytes()
@@ -221,7 +203,7 @@ def test_a_draft_that_accepts_nothing_is_a_skipped_cell(interleave: bool, projec
     save_file(
         {name: -t if "lm_head" in name else t for name, t in tensors.items()}, weights
     )  # its last choice is its first
-    edit_params(project, {"benchmark_served": {"interleave": interleave}})
+    edit_params(project, {"benchmark_served": {"interleave": True}})
     try:
         benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     finally:
@@ -235,13 +217,8 @@ def test_a_draft_that_accepts_nothing_is_a_skipped_cell(interleave: bool, projec
     ("changes", "workload", "message"),
     [
         ({"algorithm": "EAGLE"}, {}, r"no draft was accepted in \d+ cycles.*algorithm is EAGLE.*EAGLE3"),
-        ({"launch_args": ["--cuda-graph-max-bs-decode", "2"]}, {"concurrency": 4}, "at most 2 requests in its CUDA graphs, exp"),
         ({"launch_args": ["--max-running-requests", "2"]}, {"concurrency": 4}, "at most 2 requests in one batch, expected 4"),
-        ({"launch_args": ["--context-length", "64"]}, {}, r"context length is 64 tokens, expected at least \d+"),
-        ({}, {"max_new_tokens": 5000}, r"the target holds \d+ positions \(max_position_embeddings\), expected at least"),
         ({"launch_args": ["--fail-at-start"]}, {}, "(?s)ended with status 1; its log.*told to fail at start"),
-        ({"command": ["/nowhere/sglang"]}, {}, "there is no `/nowhere/sglang` on the PATH"),
-        ({"base_urls": {"e003-t5_1_6": "http://127.0.0.1:9"}}, {}, "http://127.0.0.1:9 can't be asked"),
     ],
 )  # fmt: skip
 def test_settings_that_would_measure_something_else_are_refused(
@@ -253,17 +230,6 @@ def test_settings_that_would_measure_something_else_are_refused(
     with pytest.raises(ValueError, match=message):
         benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     assert not locate_cell(ENGINE, "eval", "e003", "t5_1_6").exists()
-
-
-def test_a_draft_that_holds_too_few_positions_is_named(project: Path) -> None:
-    config_path = project / "drafts/e003/draft/config.json"
-    config = atomic.read_json(config_path, "x")
-    atomic.write_json(config_path, {**config, "max_position_embeddings": 80})
-    try:
-        with pytest.raises(ValueError, match=r"the draft holds 80 positions \(max_position_embeddings\)"):
-            benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
-    finally:
-        atomic.write_json(config_path, config)
 
 
 def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running_url: str) -> None:
@@ -303,38 +269,3 @@ def test_the_server_ends_with_the_stage(
         os.kill(stage.pid, signal_number)
         client.communicate(timeout=60)
         assert all(has_ended(child.pid, 30) for child in (stage, *children))
-
-
-def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
-    """As data: URLs in the order of the prompt's images, under the one key that SGLang's /generate has for them.
-
-    Their own tokens stand once each: 0.5.17 never answers where they are repeated already.
-    """
-    paths = []
-    for index, colour in enumerate(["red", "blue"]):
-        paths.append(str(tmp_path / f"{index}.png"))
-        Image.new("RGB", (8, 8), colour).save(paths[-1])
-    w = Workload.model_validate(LOAD)
-    url = partial(vision.CachedImageProcessor.build_data_url, None)  # which needs no target's processor
-    processor = SimpleNamespace(
-        build_data_url=url, image_token_id=9, count_image_tokens=lambda images: [4, 1][: len(images)]
-    )
-    context: Any = SimpleNamespace(workload=w)
-    work = ServedWorkload(context, {})
-    vars(work)["image_processor"] = processor
-    ids = [1, 9, 9, 9, 9, 9, 2]
-    request = work.make_request(
-        QuestionTurn(WorkloadPrompt("a", ids, images=paths, length_share=0.5), 0, None, ids), 60
-    )
-    built = registry.get("sglang").build_request(request, "t")
-    request_body = json.loads(built.body)
-    assert (
-        built.path == "/generate"
-        and request_body["input_ids"] == [1, 9, 9, 2]
-        and request_body["sampling_params"]["max_new_tokens"] == 30
-    )
-    colours = [
-        Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0))
-        for url in request_body["image_data"]
-    ]
-    assert colours == [(255, 0, 0), (0, 0, 255)]

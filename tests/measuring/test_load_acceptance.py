@@ -22,20 +22,6 @@ def test_sglangs_histogram_becomes_our_counts() -> None:
     assert not found.counting_errors and chat.records[0].counts is None  # in chat SGLang 0.5.17 is silent
 
 
-def test_figures_that_do_not_add_up_are_told_and_cost_no_answer() -> None:
-    with add_sglang_pages(Fake(lambda *_: Streamed(SCHEDULE, meta={"spec_accept_histogram": [9, 9]}))) as fake:
-        found = run_load(fake.url, make_requests(1, [1]), engine="sglang")
-    assert found.records[0].failure_reason is None and found.records[0].counts is None
-    assert len(found.counting_errors) == 1 and found.counting_errors[0].startswith(
-        "0: the engine's figures don't add up"
-    )
-    with add_sglang_pages(
-        Fake(lambda *_: Streamed(SCHEDULE, finish="abort", meta={"spec_accept_histogram": [9, 9]}))
-    ) as fake:
-        found = run_load(fake.url, make_requests(1, [1]), engine="sglang")
-    assert found.records[0].failure_reason == "aborted" and not found.counting_errors  # half an answer needn't add up
-
-
 def test_vllm_tells_each_request_itself() -> None:
     """One of the steps had no draft."""
     figures = {

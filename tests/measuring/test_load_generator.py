@@ -73,19 +73,6 @@ def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
     assert not Arrivals(math.inf, 4, 7).sample_due_s(5).any()
 
 
-def test_requests_reach_the_server_when_they_are_due() -> None:
-    """Never before; and an open loop waits for nobody: the server answers none until all have come."""
-    arrivals = Arrivals(60.0, None, 3)
-    with Fake(lambda *_: Streamed([(0.0, 1)], ready=lambda: len(fake.arrived) == 40)) as fake:
-        found = run_load(fake.url, make_requests(40), arrivals)
-    assert all(r.failure_reason is None for r in found.records)
-    due = np.array([r.due for r in found.records])
-    assert due - due[0] == pytest.approx(arrivals.sample_due_s(40), abs=1e-6)
-    sent_times = np.array([r.sent for r in found.records])
-    assert (sent_times >= due - 1e-3).all()  # a sleep may end a tick early
-    assert (np.sort(fake.arrived) >= sent_times).all()
-
-
 @pytest.mark.parametrize("rate", [math.inf, 400.0])
 def test_the_concurrency_limit_is_kept_and_used_in_full(rate: float) -> None:
     """The server answers six when six have come: fewer at once would wait for ever."""
@@ -134,14 +121,6 @@ def test_a_deadline_is_from_sending_to_the_last_byte() -> None:
     assert "within 0.45 s" in found.records[0].failure_message
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
-def test_what_concerns_every_request_ends_the_load(status: int) -> None:
-    with Fake(lambda *_: status) as fake, pytest.raises(ValueError, match=f"HTTP {status}") as failed:
-        run_load(fake.url, make_requests(50), Arrivals(math.inf, 2, 0))
-    assert status == 404 or "benchmark_served.servers.sglang.api_key_env" in str(failed.value)
-    assert len(fake.bodies) <= 3
-
-
 def test_a_server_that_ends_in_the_warm_up_says_so_itself() -> None:
     """Bug: llama-server aborted at its first request, and all that was told was a payload that is not complete."""
     checks = iter([None, ValueError("the llama.cpp server ended with status 134; its log")])
@@ -152,23 +131,6 @@ def test_a_server_that_ends_in_the_warm_up_says_so_itself() -> None:
 
     with Fake(lambda *_: 500) as fake, pytest.raises(ValueError, match="ended with status 134; its log"):
         run_load(fake.url, make_requests(5), warmup=make_requests(2), check=check)
-
-
-def test_a_load_stops_where_the_whole_warm_up_fails() -> None:
-    with (
-        Fake(lambda *_: 500) as fake,
-        pytest.raises(ValueError, match=r"failed all 2 requests of the warm-up, the first: HTTP 500 .*status 500"),
-    ):
-        run_load(fake.url, make_requests(5), warmup=make_requests(2))
-    with Fake() as fake, pytest.raises(ValueError, match="did not flush its cache: HTTP 404"):  # not an SGLang at all
-        run_load(fake.url, make_requests(5, [1]), engine="sglang")
-
-
-def test_a_server_may_come_to_rest_for_longer_than_a_request_may_take() -> None:
-    with add_sglang_pages(Fake(lambda *_: Streamed([(0.02, 1)]))) as fake:
-        fake.pages["/flush_cache"] = lambda: time.sleep(1.8) or b""
-        found = run_load(fake.url, make_requests(1, [1]), request_timeout_s=1.2, engine="sglang")
-    assert found.records[0].failure_reason is None
 
 
 def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:

@@ -1,14 +1,11 @@
 """Servers start together and are measured one at a time, over processes."""
 
-import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from benchmarks import together
 from stages.measuring import measurement_lock
 
 # Each stage writes what it does to one file: starts, is ready when the others have started too, measures.
@@ -56,31 +53,3 @@ def test_nothing_starts_while_a_server_is_measured(tmp_path: Path, monkeypatch: 
     assert measurement_lock.is_free("measuring")
     with measurement_lock.start_server():
         assert not measurement_lock.is_free("starting")
-
-
-@pytest.mark.parametrize("failing", ["", "raise SystemExit(3)"], ids=["all become ready", "one ends before"])
-def test_stages_on_gpus_of_their_own_begin_together(failing: str, tmp_path: Path) -> None:
-    """Stages on other GPUs wait to measure until every server is ready or one stage has failed: a start slows measurements."""
-    slow = "import time; time.sleep(1.0)\n" + failing + STAGE
-    log, tmpdirs = tmp_path / "log", [tmp_path / name for name in "ab"]
-    log.touch()
-    for tmpdir in tmpdirs:
-        tmpdir.mkdir()
-
-    def run_stage(name: str, program: str) -> None:
-        words = [sys.executable, "-c", program, str(log), name, "1"]
-        subprocess.run(words, env=os.environ | {"TMPDIR": str(tmp_path / name)}, timeout=60)
-        ended.set()
-
-    with together.begin_together(tmpdirs) as ended:
-        threads = [threading.Thread(target=run_stage, args=pair) for pair in (("a", STAGE), ("b", slow))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    events = log.read_text().splitlines()
-    if failing:
-        assert events == ["starts a", "ready a", "measures a", "measured a"]
-    else:
-        assert {line.split()[0] for line in events[:4]} == {"starts", "ready"}
-        assert len(events) == 8

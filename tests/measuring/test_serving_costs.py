@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import serving_costs as compare
-from stages import benchmark_served, serving_costs
+from stages import serving_costs
 from stages.cells import timing_grid
 from stages.cells.timing_grid import TimingGrid
 from stages.engines import cell_engine, registry
@@ -19,7 +18,6 @@ from stages.params import schema
 from stages.prompts import workload_prompts
 from stages.runtime import scratch
 from tests.conftest import EVAL, edit_params
-from tests.measuring.served_project import read_replayed_tree
 
 VLLM_TREES = ["t1_1_2", "t2_1_3", "t4_1_5", "t5_1_6"]
 TREES = ["t2_1_3", "t6_1_7", "t3_2_8", "t6_4_32"]
@@ -173,12 +171,8 @@ def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_lef
     assert {cycle.samples for cycle in grid.grid} == {step.samples for step in grid.plain} == {2}
 
 
-def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
+def test_vllm_simulates_by_its_speculative_config() -> None:
     """No more tokens than a chain has drafts, and one: vLLM refuses a longer acceptance."""
-    edit_params(load, {"serving_costs": {"trees": VLLM_TREES}})
-    serving_costs.main("vllm", "load")
-    (grid,) = timing_grid.read_serving_costs("vllm", "load", "builtin/weather-tiny")
-    assert grid.engine == "vllm" and len(grid.grid) == 8 and all(found > floor for floor, found in compute_floor(grid))
     flags = ["--speculative-config", json.dumps({"method": "eagle3", "num_speculative_tokens": 1}), "--x"]
     _, config, other_flag = registry.get("vllm").simulate_acceptance(2.0, flags)[0]
     assert json.loads(config) == {
@@ -196,40 +190,6 @@ def test_a_server_that_does_not_accept_as_told_is_refused(load: Path, monkeypatc
     with pytest.raises(ValueError, match=r"e003-t2_1_3: 1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
         serving_costs.main("sglang", "load")
     assert not timing_grid.locate_timing_grid("sglang", "load").exists()
-
-
-def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rehearsal of benchmarks/serving_costs.py: cells and costs are both of the double, and of one workload."""
-    live = {**EVAL, "num_prompts": 3, "warmup": 0, "max_new_tokens": 10, "concurrency": [1, 2], "repeats": 2}
-    edit_params(
-        load,
-        {
-            "benchmark": {"workloads": {"eval": live}},
-            "benchmark_served": {"trees": ["t5_1_6", "t8_2_16"]},
-            "serving_costs": {"workloads": ["eval"]},
-        },
-    )
-    serving_costs.main("sglang", "eval")
-    benchmark_served.main("sglang", "eval")
-    for tree in ("t5_1_6", "t8_2_16"):
-        benchmark_served.main("sglang", "eval", "e003", tree)
-    capsys.readouterr()
-    compare.main("e003")
-    printed = capsys.readouterr().out
-    rows = [line.split() for line in printed.splitlines() if line.startswith("t5_1_6")]
-    assert [row[1] for row in rows] == ["1", "2"]
-    for row in rows:
-        c, guess_c, speedup, guess = (float(word) for word in row[2:6])
-        assert (
-            guess == pytest.approx(tau_of("t5_1_6") / guess_c, rel=0.02, abs=0.006) and c > 0 and speedup > 0
-        )  # printed so
-    left_out = [line for line in printed.splitlines() if line.startswith("left out: t8_2_16, eval, ")]
-    assert [line.rpartition(": ")[2] for line in left_out] == ["outside the grid"] * 2
-    assert "eval, 1 at once: chosen t5_1_6, the fastest: right" in printed and "of 2; at worst" in printed
-
-
-def tau_of(tree: str) -> float:
-    return float(read_replayed_tree(tree)["tau"])
 
 
 @pytest.mark.parametrize(

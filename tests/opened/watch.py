@@ -15,18 +15,8 @@ OPEN, IS_FOLDER, OVERFLOW = 0x20, 0x40000000, 0x4000  # <sys/inotify.h>
 EVENT = struct.Struct("iIII")
 # Code, which tests/test_house.py compares by imports; git's and DVC's own; unfinished work.
 SKIPPED = {
-    "stages",
-    "pipeline",
-    "tests",
-    "benchmarks",
-    "docs",
-    ".git",
-    ".dvc",
-    ".scratch",
-    "logs",
-    ".venv",
-    "__pycache__",
-}
+    "stages", "pipeline", "tests", "benchmarks", "docs", ".git", ".dvc", ".scratch", "logs", ".venv", "__pycache__",
+}  # fmt: skip
 
 
 class Watch:

@@ -77,14 +77,6 @@ def test_the_committed_trees_can_all_be_replayed() -> None:
     assert set(p.benchmark.trees) <= {tree.name for tree in p.replay_trees.list_trees()}
 
 
-def test_a_grid_without_one_tree_is_refused() -> None:
-    """Bug: it was accepted, and replay_trees then wrote an empty table."""
-    grid = {"num_steps": [1], "topk": [2], "num_draft_tokens": [6]}
-    set_values({("replay_trees", key): values for key, values in grid.items()})
-    (line,) = list_problems()
-    assert line.startswith("replay_trees: no tree of num_steps [1], topk [2] and num_draft_tokens [6]")
-
-
 def test_a_tree_that_one_of_several_engines_runs_is_left_out_for_the_others() -> None:
     served = (["e009"], ["t8_2_16"])
     name_cells((["e009"], ["t8_2_16"]), served, engines=["sglang", "vllm"])
@@ -93,11 +85,3 @@ def test_a_tree_that_one_of_several_engines_runs_is_left_out_for_the_others() ->
     name_cells((["e009"], ["t8_2_16"]), served, engines=["vllm"])
     (line,) = list_problems()
     assert line.startswith("benchmark_served.trees has t8_2_16, of which none runs with e009")
-
-
-def test_one_line_says_what_to_write_in_place_of_one_engine() -> None:
-    set_values({("benchmark_served", "engine"): "vllm", ("benchmark_served", "server"): {"tp": 2}})
-    (line,) = list_problems()
-    assert line.startswith(
-        "benchmark_served: engine and server: a run has several engines now; write engines: [vllm], and"
-    )

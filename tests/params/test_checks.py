@@ -1,20 +1,15 @@
 """Checks before any stage: folders, raw data, GPUs and vocabularies that params.yaml names, and the command that runs them."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stages.params import checks, schema
-from tests.conftest import ROOT
 from tests.params.params_edits import edit_params_text, set_value, set_values
 
 
-@pytest.mark.parametrize(
-    "model", ["/nowhere/qwen", "./qwen", "../qwen", "~/qwen", "qwen", "our/models/qwen", "our/qwen/"]
-)
+@pytest.mark.parametrize("model", ["/nowhere/qwen", "../qwen", "~/qwen", "our/models/qwen"])
 def test_a_target_folder_that_is_missing_is_named_before_any_stage(model: str) -> None:
     """Bug: it was looked for on Hugging Face, after fix_data had run, and the message was about the network."""
     set_value(("target", "model"), model)
@@ -25,11 +20,9 @@ def test_a_target_folder_that_is_missing_is_named_before_any_stage(model: str) -
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("chat", r"target\.chat_template is chat, expected .* templates/, which has broken\.jinja, own\.jinja;"),
         ("onw.jinja", r"target\.chat_template is onw\.jinja \(did you mean own\.jinja\?\), expected the name of a file in"),
         ("broken.jinja", r"templates/broken\.jinja is not valid Jinja .*line 2: "),
         ("deep.jinja", r"templates/deep\.jinja is not valid .*recursion"),
-        ("latin.jinja", r"templates/latin\.jinja is not valid .*'utf-8' codec"),
     ],
 )  # fmt: skip
 def test_a_chat_template_that_is_not_there_or_no_template_is_refused_before_any_stage(name: str, message: str) -> None:
@@ -37,56 +30,13 @@ def test_a_chat_template_that_is_not_there_or_no_template_is_refused_before_any_
     Path("templates").mkdir()
     Path("templates/broken.jinja").write_text("{% for m in messages %}\n{{ m.content }")
     Path("templates/own.jinja").write_text("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}")
-    if name in ("latin.jinja", "deep.jinja"):
-        Path(f"templates/{name}").write_bytes({"l": b"\xe9", "d": b"{% if " + b"(" * 3000}[name[0]])
+    Path("templates/deep.jinja").write_text("{% if " + "(" * 3000)
     checks.check_target(schema.load_params())
     set_value(("target", "chat_template"), "own.jinja")
     checks.check_target(schema.load_params())
     set_value(("target", "chat_template"), name)
     with pytest.raises(ValueError, match=message):
         checks.check_target(schema.load_params())
-
-
-@pytest.mark.parametrize("config", [{"num_hidden_layers": 5}, {"text_config": {"num_hidden_layers": 5}}])
-def test_feature_layers_beyond_a_target_that_is_here_are_refused_before_any_stage(
-    config: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Bug: prepare_target found them, after fix_data."""
-
-    def check(model: str, layers: list[int] | None) -> None:
-        given = {"model": model, "feature_layers": layers}
-        set_values({("target", key): value for key, value in given.items()})
-        checks.check_target(schema.load_params())
-
-    path = Path("models/mine/config.json")
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(config))
-    for layers in ([1, 2, 4], None):
-        check("models/mine", layers)
-    with pytest.raises(
-        ValueError, match=r"target\.feature_layers is \[1, 5\], expected increasing ids below 5, the number"
-    ):
-        check("models/mine", [1, 5])
-    path.write_text("{")  # prepare_target says what is wrong
-    check("models/mine", [1, 5])
-    shutil.copytree(ROOT / "data/targets/weather-tiny", "data/targets/weather-tiny")
-    with pytest.raises(
-        ValueError, match=r"target\.feature_layers is \[1, 99\], expected .* of builtin/weather-tiny's layers"
-    ):
-        check("builtin/weather-tiny", [1, 99])
-    check("someone/other", [1, 99])  # not here
-    for missing in ("data/my/models/qwen", "../qwen"):  # prepare_target says so; bug: the Hub's error on ids
-        given = {("target", "model"): missing, ("target", "feature_layers"): [1, 99]}
-        set_values(given)
-        checks.check_target_files(schema.load_params())
-    cached = tmp_path / "hub/models--someone--other"
-    (cached / "snapshots/abc").mkdir(parents=True)
-    (cached / "refs").mkdir()
-    (cached / "refs/main").write_text("abc")
-    (cached / "snapshots/abc/config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    with pytest.raises(ValueError, match=r"expected increasing ids below 5, the number of someone/other's layers"):
-        check("someone/other", [1, 99])
 
 
 def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +48,8 @@ def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.Monk
         ValueError, match=r"target\.device is cuda, expected a GPU, found none .*; set target\.device: cpu"
     ):
         checks.check_target(schema.load_params())
-    for runner in ("workers",):  # other hosts may have one
-        set_value(("target", "device"), "cuda")
-        other = schema.load_params()
-        checks.check_target(other.model_copy(update={"schedule": other.schedule.model_copy(update={"runner": runner})}))
+    other = schema.load_params()  # whose workers' hosts may have one
+    checks.check_target(other.model_copy(update={"schedule": other.schedule.model_copy(update={"runner": "workers"})}))
     monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     checks.check_target(schema.load_params())
@@ -137,9 +85,8 @@ def test_an_eval_file_fits_files_of_the_raw_folder() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             find_eval_files(given)
-    for given in ([], [""], ["a", 3], {"a": 1}):
-        with pytest.raises(ValueError, match=r"fix_data\.eval_file: expected a path in raw"):
-            find_eval_files(given)
+    with pytest.raises(ValueError, match=r"fix_data\.eval_file: expected a path in raw"):
+        find_eval_files(["a", 3])
 
 
 ASKED = {"prompt": "question", "answer": "reply"}
@@ -153,7 +100,6 @@ TALK = {"messages": "talk"}
             {"b.cvs": ASKED},
             r"columns names b\.cvs \(did you mean b\.csv\?\), expected .*, found a\.csv, b\.csv in data/raw; correct it$",
         ),
-        ({"raw/a.csv": ASKED}, r"columns names raw/a\.csv .*, expected"),
         (
             {"*.csv": ASKED, "a*": TALK},
             r"columns names \*\.csv and a\*, which both fit a\.csv, expected one; name the file itself",

@@ -62,10 +62,3 @@ def test_invalid_yaml_is_one_line_that_says_where(content: bytes, says: str) -> 
     message = read_refusal()
     assert re.match(rf"params\.yaml is not valid YAML:? \(?({says})", message), message
     assert message.endswith("; correct it") and "\n" not in message
-
-
-def test_a_missing_file_says_where_to_run() -> None:
-    Path("params.yaml").unlink()
-    assert read_refusal() == "params.yaml not found; run from the project's root, the folder of dvc.yaml"
-    Path("params.yaml").mkdir()
-    assert "params.yaml is a folder, expected a file of YAML" in read_refusal()

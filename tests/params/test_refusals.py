@@ -11,59 +11,36 @@ PUBLISHED = "{model: AngelSlim/Qwen3-8B_eagle3, revision: null, rope_theta: null
 TREES = "benchmark|trees: [t8_1_9, t5_1_6, t5_2_8, t8_2_16, t8_3_16, t5_4_16, t10_2_32, t10_3_32]"
 MORE = "more: {from: flash, epochs: 2, method: dflash, layers: 3, block_size: 8, anchors: 64}"
 FLASH = "flash: {from: e000, epochs: 2, method: dflash, layers: 2, block_size: 8, anchors: 64}"
-SPARK = "spark: {from: e000, epochs: 2, method: dspark, layers: 1, block_size: 7, anchors: 64, markov_rank: 32}"
 HEADS = "heads: {from: e000, epochs: 2, method: medusa, heads: 4}"
 TEXT_EDITS = [  # of the text of params.yaml: old, new, how the problem begins
     # checkpoints
-    (SECOND, "8_2_16: {from: e003, epochs: 6}", "train_draft.checkpoints.8216: expected a name"),
     (SECOND, "e-9: {from: e003, epochs: 6}", "train_draft.checkpoints.e-9: expected a name"),
-    (SECOND, "e009: e003", "train_draft.checkpoints.e009: expected a section with from, epochs"),
     (SECOND, "e009: {from: e010, epochs: 6}", "train_draft.checkpoints.e009.from: no checkpoint 'e010'"),
     (SECOND, "e000: {from: e003, epochs: 6}", "train_draft: checkpoints.e000 is made by init_draft"),
     ("e003: {from: e000,", "e003: {from: e009,", "train_draft: checkpoints e003 -> e009 -> e003 form a cycle"),
     ("    e003: {from", "    e004: {from", "replay_trees.checkpoints, train_draft.checkpoints.e009.from: no checkpoint"),
-    ("init_draft|[e000]", "[]", "init_draft.checkpoints is [] and train_draft.checkpoints has e003, e009"),
-    ("init_draft|[e000]", "[e001]", "init_draft.checkpoints.0: expected 'e000', found 'e001'"),
-    ("init_draft|revision: null", "revision: main", "init_draft: revision is 'main', expected null while from"),
     ("train_rows: 220", "train_rows: 0", "sample_target.train_rows is 0 and init_draft.checkpoints [e000]"),
     (MEASURED, "[e003, e003]", "benchmark.checkpoints: e003 is listed twice"),
-    (MEASURED, "[e003, 9]", "benchmark.checkpoints.1: expected text, found 9; YAML reads"),
-    ("import_draft|{}", f"{{e000: {PUBLISHED}}}", "import_draft.checkpoints.e000 is made by another stage"),
     ("[e003, e009]", "[zzz]", "replay_trees.checkpoints: no checkpoint 'zzz'"),
     # segments of other families
-    (SECOND, f"{SECOND}\n    {FLASH.replace('dflash', 'hydra')}", "train_draft.checkpoints.flash.method: expected one of"),
-    (SECOND, f"{SECOND}\n    {HEADS.replace(', heads: 4', '')}", "train_draft.checkpoints.heads.heads: missing"),
-    (SECOND, f"{SECOND}\n    {HEADS.replace('medusa', 'eagle')}", "train_draft.checkpoints.heads.heads: unknown key"),
     (SECOND, f"{SECOND}\n    {HEADS.replace('e000', 'e003')}", "train_draft: checkpoints.heads is of medusa"),
     (SECOND, f"{SECOND}\n    {FLASH}\n    {MORE}", "train_draft: checkpoints.more.layers is 3, but 2 in flash"),
-    (SECOND, f"{SECOND}\n    {FLASH}\n    {SPARK.replace('e000', 'flash')}", "train_draft: checkpoints.spark is of dspark"),
     # trees and grids
     ("t8_2_16,", "8_2_16,", "benchmark.trees.3: expected text, found 8216; YAML reads 8_2_16 as the number 8216"),
-    ("t8_2_16,", "'8_1_8',", "benchmark.trees: 8_1_8: "),
     ("t8_2_16,", "t8_2_32,", "benchmark.trees: t8_2_32 "),
-    ("t8_2_16,", "t0_2_16,", "benchmark.trees: t0_2_16: expected num_steps and topk of 1 or more"),
     # Bug: this one and digits of other scripts were read as t8_2_16: a cell then bore another name than its tree.
     ("t8_2_16,", "t08_2_16,", "benchmark.trees: 't08_2_16' is not the name of a tree; write t8_2_16"),
-    ("t8_2_16,", "t٨_2_16,", "benchmark.trees: 't٨_2_16' is not a tree"),
     ("t8_2_16,", "t8_2_16, t8_2_16,", "benchmark.trees: t8_2_16 is listed twice"),
     (TREES, "trees: [t5_2_8, l5_4_5]", "benchmark.trees: l5_4_5 can't run with any of benchmark.checkpoints"),
-    (TREES, "trees: [t5_2_8, n1_2_8]", "benchmark.trees: n1_2_8: the shortest n-gram is of 2 tokens"),
-    (TREES, "trees: [t5_2_8, s4_4]", "benchmark.trees: s4_4: a tree of depth 4 has more than 4 nodes"),
     (TREES, "trees: [t5_2_8, s4]", "benchmark.trees: 's4' is no shape"),
     ("trace_trees: null", "trace_trees: [t3_2_16]", "replay_trees.trace_trees: t3_2_16 has 15 nodes under the root"),
-    ("num_draft_tokens: [4,", "num_draft_tokens: [1,", "replay_trees.num_draft_tokens.0: expected greater than or equal to 2"),
-    ("  num_steps: [1, 3, 6, 10] ", "  num_steps: [1] ", "time_trees: num_steps [1], topk [1, 2, 4] and num_draft_tokens"),
     ("sliding_window: null ", "sliding_window: 9 ", "init_draft.sliding_window is 9, expected at least the most steps"),
     ("min_tau: null", "min_tau: 8.5", "check_overfit.min_tau 8.5 can't be reached"),
     # values
-    ("num_threads: 2", "num_threads: 2.0", "target.num_threads: expected a valid integer, found 2.0"),
     ("device: cpu", "device: gpu", r"target.device: expected text matching ^(cpu|cuda(:\d+)?)$, found 'gpu'"),
     ("chat_template: null", "chat_template: templates/own.jinja", "target.chat_template: expected the file's name without"),
     ("feature_layers: null", "feature_layers: [4, 2, 3]", "target.feature_layers: is [4, 2, 3], expected ids in increasing"),
-    ("init_draft|feature_layers: null", "feature_layers: [2, 3, 4, 5]", "init_draft.feature_layers: expected at most 3 items"),
     ("tables: data/tables/weather.yaml", "tables: ../weather.yaml", "fix_data.tables: is ../weather.yaml, expected a YAML file"),
-    ("eval_rows: null", "eval_rows: 100", "fix_data: eval_rows is 100, expected null while eval_file is null"),
-    ("min_chars: 1 ", "min_chars: 9000 ", "fix_data: min_chars 9000 is above max_chars 8000"),
     ("num_gpus_per_model: 1 ", "num_gpus_per_model: 2 ", "benchmark: num_gpus_total is 1, expected a multiple of"),
     # Bug: .inf was greater than 0 and so accepted.
     *((f"{key}: {value}", f"{key}: {number}", "") for number in (".nan", ".inf", "-.inf")
@@ -90,8 +67,6 @@ FILE = {"from": "data/prompt_sets/a.jsonl", "name": None, "split": None, "revisi
 VALUES: list[tuple[tuple[str, ...], Any, str]] = [  # key path, value, how the problem goes on behind the key path
     (("target", "model"), ..., ": missing, and it has no default"),
     (("fix_data", "raw"), ..., ": missing, and it has no default"),
-    (("train_draft", "checkpoints"), ..., ": missing, and it has no default"),
-    (("benchmark", "workloads", "eval", "prompts"), ..., ": missing, and it has no default"),
     (("train_draft", "checkpoints", "epochs"), 3, ": expected a section"),  # bug: it ended in a traceback
     # Bug: a local target `--load-format=...` was a word of the engine's command line, and a flag there.
     (("target", "model"), "--load-format=dummy", ": expected an id or a path, which does not begin with -"),
@@ -99,28 +74,21 @@ VALUES: list[tuple[tuple[str, ...], Any, str]] = [  # key path, value, how the p
     (UNTIL, {"half_width": 0}, ".half_width: expected greater than 0"),
     (("sample_target", "temperature"), [], ": expected at least 1 item, found []"),
     (("sample_target", "temperature"), [{"temperature": 1.0}], ".0.weight: missing"),
-    (("sample_target", "temperature"), [{"temperature": 1, "weight": 1, "top_p": 1}], ".0.top_p: unknown key"),
     # Bug: the stage found them, when the target was loaded or another cell measured.
     (SAMPLED_BY, ["http://gpu1:6007-6000"], ": http://gpu1:6007-6000 is no range of ports"),
-    (SAMPLED_BY, ["http://gpu1:70000"], ": http://gpu1:70000 has no such port"),
     (SAMPLED_BY, ["http://gpu1:6000-6002", "http://gpu1:6001/v1"], ": names http://gpu1:6001 twice"),
-    (SERVED_BY, {"baseline": "http://gpu2:0"}, ".baseline: http://gpu2:0 has no such port"),
     (SERVED_BY, {"baseline": "http://gpu2:6000-6007"}, ".baseline: expected text matching"),
     (SERVED_BY, {"baseline": "http://gpu2:6000", "e003-t5_1_6": "http://gpu2:6000/v1"}, ": names http://gpu2:6000 for"),
     *((("benchmark", "workloads", "chat"), EVAL | changes, end) for changes, end in (
         ({"prompts": "mtbench"}, ".prompts is 'mtbench' (did you mean mt_bench?), expected"),
         ({"prompts": "alpaca", "grade": True}, ".grade is true with prompts: alpaca"),
         (RANDOM | {"input_tokens": None}, ": input_tokens is None with prompts: random"),
-        (RANDOM | {"num_prompts": None}, ": num_prompts is null with prompts: random"),
         ({"start": 4, "stop": 4}, ": stop is 4, expected more than start, 4"),
         ({"request_rate": "slow"}, ".request_rate: expected 'inf', found 'slow'"),
-        ({"concurrency": [1, 0]}, ".concurrency.1: expected greater than 0, found 0"),
         (SWEEP, ": num_prompts is [3, 20] with concurrency 4, expected a number for"),
     )),
     *((("prepare_prompts", "sets", "math"), FILE | changes, end) for changes, end in (
         ({"split": "test"}, ": from is data/prompt_sets/a.jsonl, expected split to be null"),
-        ({"revision": "main"}, ": from is the path data/prompt_sets/a.jsonl, expected name and revision to be null"),
-        ({"from": "openai/gsm8k"}, ": from is openai/gsm8k, which is no path here"),
         ({"columns": {"prompt": "Frage"}}, ": format is gsm8k, expected null while columns names the columns"),
     )),
 ]  # fmt: skip

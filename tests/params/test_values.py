@@ -1,34 +1,13 @@
 """Values of params.yaml that are refused: the message has the key, what is expected and what is found."""
 
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from stages.params import schema
-from tests.params.params_edits import LEAVES, NUMBERS, edit_params_text, list_problems, set_value, set_values
+from tests.params.params_edits import edit_params_text, list_problems, set_value
 
 UNTIL = ("benchmark", "workloads", "eval", "until")
-SET_COLUMNS = ("prepare_prompts", "sets", "columns")  # of any set
-MAPPINGS = {UNTIL, ("fix_data", "columns")}  # null or a mapping
-NO_MAPPINGS = [path for path in LEAVES if path not in MAPPINGS and path[:2] + path[3:] != SET_COLUMNS]
-
-
-@pytest.mark.parametrize(
-    ("key_paths", "value", "expected"),
-    [(NO_MAPPINGS, {"a": 1}, ".+"), (NUMBERS, "1", ".+"), (NUMBERS, True, ".+"), (NUMBERS, -1, r"greater than .*[01]")],
-    ids=["a mapping", "a quoted number", "true", "a negative number"],
-)
-def test_every_key_says_what_it_expected_and_found(
-    key_paths: Iterable[tuple[str, ...]], value: Any, expected: str
-) -> None:
-    """One problem a key, all in one message; quoted numbers and booleans are not read as 1."""
-    set_values(dict.fromkeys(key_paths, value))
-    problems = list_problems()
-    for key in map(".".join, key_paths):
-        (line,) = (line for line in problems if line.startswith(f"{key}:"))
-        assert re.fullmatch(rf"{re.escape(key)}: expected {expected}, found {re.escape(repr(value))}(;.*)?", line), line
 
 
 def test_problems_of_keys_and_of_sections_that_disagree_come_together() -> None:
@@ -69,3 +48,12 @@ def test_a_draft_of_few_steps_is_held_to_a_threshold_that_it_can_reach(ttt_steps
 def test_eval_is_at_one_temperature(temperature: Any, of_eval: float) -> None:
     set_value(("sample_target", "temperature"), temperature)
     assert schema.load_params().sample_target.eval_temperature == of_eval
+
+
+def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
+    two = ("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 2 ")
+    edit_params_text(*two, ("device: cpu ", "device: cuda "))
+    assert schema.load_params().benchmark.processes == 3
+    edit_params_text(*two)
+    (line,) = list_problems()
+    assert line.startswith("benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1")

@@ -3,17 +3,14 @@
 import contextlib
 import io
 import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import password
 from tests.chromium import CHROMIUM, launch_chromium
 from tests.pipeline.conftest import Project, make_served
 from tests.pipeline.test_flows import Server, run_server, wait_for
@@ -98,50 +95,6 @@ def test_without_the_password_the_pages_show_nothing_but_the_login(server: Serve
     assert page.locator("a[href*='/deployments/deployment/']").count() == 0
     log_in(server, page)
     page.locator("a[href*='/deployments/deployment/']", has_text="sweep").first.wait_for()
-
-
-def test_the_second_pages_ask_for_the_password_too(server: Server, page: Any) -> None:
-    """PREFECT_SERVER_UI_V2_ENABLED, or a cookie, chooses them."""
-    page.goto(f"http://127.0.0.1:{server.port}/v2/deployments")
-    page.get_by_placeholder("admin:pass").wait_for()
-    log_in(server, page)
-    page.goto(f"http://127.0.0.1:{server.port}/v2/deployments")
-    page.get_by_text("sweep", exact=True).first.wait_for()
-
-
-class ForeignPage(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-        self.wfile.write(b"<p>theirs</p>")
-
-
-@pytest.fixture
-def foreign() -> Iterator[str]:
-    """A page of another origin: of this machine too, for newer browsers keep those of others from asking 127.0.0.1."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), ForeignPage) as site:
-        threading.Thread(target=site.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{site.server_port}/"
-        site.shutdown()
-
-
-ATTACK = """async ([url, mode, type, authorization]) => {
-    const headers = {'content-type': type, ...(authorization ? {authorization} : {})};
-    try { return (await fetch(url, {method: 'POST', mode, headers, body: '{}'})).status } catch (error) { return 'refused' }
-}"""
-
-
-def test_a_page_of_another_origin_starts_no_run(server: Server, page: Any, foreign: str) -> None:
-    """Bug: a page of any site could POST create_flow_run, with a command among its parameters."""
-    deployment = server.ask("deployments/name/build/build")["id"]
-    before = len(server.ask("flow_runs/filter", {}))
-    page.goto(foreign)
-    url = f"http://127.0.0.1:{server.port}/api/deployments/{deployment}/create_flow_run"
-    known = password.build_auth_header(server.password)["Authorization"]
-    assert [page.evaluate(ATTACK, [url, "cors", "application/json", sent]) for sent in ("", known)] == ["refused"] * 2
-    page.evaluate(ATTACK, [url, "no-cors", "text/plain", ""])  # is sent without a preflight, and its answer hidden
-    assert len(server.ask("flow_runs/filter", {})) == before
 
 
 def submit_until_started(server: Server, page: Any, seen: set[str]) -> list[Any]:

@@ -8,47 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cli, commands, doctor, dvc_graph, estimate, promotion, recipes, reproduce
+from pipeline import cli
 from tests.conftest import ROOT
-
-
-@pytest.mark.parametrize(
-    ("words", "module", "function", "given"),
-    [
-        (["run", "--verbose"], commands, "run_graph", (True,)),
-        (["table"], commands, "read_table", ()),
-        (["stale"], commands, "list_stale", ()),
-        (["use", "weather-tiny", "--keep"], recipes, "use_recipe", ("weather-tiny", True)),
-        (["reproduce", "weather-tiny"], reproduce, "reproduce_recipe", ("weather-tiny", False)),
-        (["reproduce", "weather-tiny", "--dry-run"], reproduce, "describe_dry_run", ("weather-tiny", False)),
-        (["reproduce", "--compare", "weather-tiny"], reproduce, "compare_recipe", ("weather-tiny", False)),
-        (["promote", "a-run"], promotion, "promote_run", ("a-run",)),
-        (["pull", "train_draft@e009"], dvc_graph, "pull_inputs", ("train_draft@e009",)),
-        (["estimate", "weather-tiny", "--gpu", "h100"], estimate, "describe_estimate", ("weather-tiny", None, "h100")),
-        (["estimate", "--params", "mine.yaml"], estimate, "describe_estimate", (None, Path("mine.yaml"), "h200")),
-        (["doctor", "weather-tiny"], doctor, "report_findings", ("weather-tiny",)),
-    ],
-)
-def test_a_command_prints_the_lines_of_its_function(
-    words: list[str],
-    module: object,
-    function: str,
-    given: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    calls: list[tuple[object, ...]] = []
-
-    def record(*arguments: object) -> list[str]:
-        calls.append(arguments)
-        return ["one line", "another"]
-
-    monkeypatch.setattr(commands, "describe_outdated", lambda: ["a note"])
-    monkeypatch.setattr(module, function, record)
-    cli.run_command_line(words)
-    printed = capsys.readouterr()
-    assert calls == [given] and printed.out == "one line\nanother\n"
-    assert printed.err == ("a note\n" if words == ["table"] else "")
 
 
 @pytest.mark.parametrize("words", [["start"], ["worker", "--limit", "0"], ["worker", "--limit", "many"], ["drop"]])

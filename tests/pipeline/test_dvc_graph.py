@@ -75,17 +75,6 @@ def test_a_stage_runs_then_stays_then_comes_back_from_the_cache(project):
     assert (project.root / "first.csv").read_text() == before
 
 
-def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
-    dvc_graph.reproduce_stage("first", print)
-    project.write_stage("middle", "print(*range(100), sep='\\n')\nsys.exit('out of cheese')")
-    with pytest.raises(processes.StageError, match="stage middle failed") as failure:
-        dvc_graph.reproduce_stage("middle", print)
-    assert "out of cheese" in str(failure.value) and "\n42\n" not in str(failure.value)
-    assert project.locked() == {"first"}
-    project.write_stage("middle")
-    assert run_all() == {"first": Outcome.UNCHANGED, "middle": Outcome.RAN, "last": Outcome.RAN}
-
-
 def test_after_a_failure_stages_that_do_not_need_it_still_run(project, capfd):
     project.write_stage("first", "sys.exit('out of cheese')")
     other = "  other:\n    cmd: cp raw.csv other.csv\n    deps: [raw.csv]\n    outs: [other.csv]\n"
@@ -116,19 +105,6 @@ def test_end_children_ends_the_command_and_dvc_leaves_a_valid_lock(project, monk
     project.write_stage("middle")
     assert run_all()["middle"] == Outcome.RAN
     processes.end_children()  # nothing to end, nothing to say
-
-
-def test_what_another_process_works_on_may_be_stale(project):
-    """DVC's refusal to look there ended the whole run."""
-    project.write_sleeping_stage("first")
-    watched = StageThread("first")
-    watched.find_sleeping_command()
-    try:
-        found = dvc_graph.explain_stale()
-        assert set(found) == {"first", "middle", "last"} and "another process is at work" in found["last"][0]
-    finally:
-        processes.end_children()
-        watched.thread.join(60)
 
 
 # `dvc repro` typed by hand, which stops between emptying dvc.lock and writing it until a line comes in.

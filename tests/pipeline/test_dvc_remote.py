@@ -249,8 +249,3 @@ def test_a_dvc_file_that_names_a_place_outside_the_project_is_refused_before_it_
     with pytest.raises(ValueError, match=r"has the output \.\./precious\.csv, expected one below"):
         dvc_remote.unpack_order(dvc_remote.StageOrder(**ORDER | {"files": digest}))
     assert not (tmp_path / "precious.csv").exists()
-
-
-def test_without_a_remote_it_says_how_to_add_one(project: Project) -> None:
-    with pytest.raises(ValueError, match="dvc remote add -d"):
-        dvc_remote.check_remote()

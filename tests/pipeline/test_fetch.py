@@ -142,16 +142,10 @@ def write_source_package(folder: Path, marker: Path) -> Path:
     "source",
     [
         {"package": "held @ {url}#", "version": "1.0"},
-        {"package": "held", "version": "1.0 @ {url}"},
-        {"package": "{url}#egg=held", "version": "1.0"},
         {"package": "{path}#", "version": "1.0"},
         {"package": "--index-url={url}", "version": "1.0"},
-        {"package": "held[extra]", "version": "1.0"},
-        {"package": "held", "version": "1.0.tar.gz"},
-        {"package": "held\n", "version": "1.0"},
         {"package": "held", "version": "1.0", "file": "../../notes.txt"},
         {"dataset": "owner/held", "file": "../../a.jsonl"},
-        {"dataset": "owner/held", "file": "a.jsonl", "revision": "--help"},
         {"url": "file://{path}"},
     ],
 )

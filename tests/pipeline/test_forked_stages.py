@@ -40,7 +40,7 @@ def started(project: Project) -> Iterator[subprocess.Popen[str]]:
     run.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_forked_stage_ends_with_its_run(started: subprocess.Popen[str], number: signal.Signals) -> None:
     stage, server = map(int, read_until(started, "asleep").split()[1:3])
     assert "stages.telemetry.fork_server" in psutil.Process(server).cmdline()

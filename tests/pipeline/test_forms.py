@@ -46,49 +46,19 @@ def test_a_sweep_sets_the_keys_of_its_engine(home) -> None:
 @pytest.mark.parametrize(
     ("other", "key"),
     [
-        ({"benchmark_served.servers.sglang.command": ["sh", "-c", "id"]}, "benchmark_served.servers.sglang.command"),
         (
             {"benchmark_served.servers": {"llama.cpp": {"command": ["sh"]}}},
             "benchmark_served.servers.llama.cpp.command",
         ),
-        ({"benchmark_served.servers.sglang.launch_args": ["--x"]}, "benchmark_served.servers.sglang.launch_args"),
-        ({"benchmark_served.servers.sglang.launch_args": []}, "benchmark_served.servers.sglang.launch_args"),
-        (
-            {"benchmark_served.servers.sglang.base_urls": {"baseline": "http://a:1"}},
-            "benchmark_served.servers.sglang.base_urls.baseline",
-        ),
-        (
-            {"benchmark_served.servers.sglang.api_key_env": "AWS_SECRET_ACCESS_KEY"},
-            "benchmark_served.servers.sglang.api_key_env",
-        ),
-        ({"sample_target.server.launch_args": ["--x"]}, "sample_target.server.launch_args"),
         ({"sample_target.server.base_urls": ["http://a:1"]}, "sample_target.server.base_urls"),
         ({"sample_target.server.api_key_env": "HF_TOKEN"}, "sample_target.server.api_key_env"),
-        ({"target.trust_remote_code": True}, "target.trust_remote_code"),
         ({"target.trust_remote_code": True, "target.model": "org/name"}, "target.trust_remote_code"),
         ({"fix_data.image_folders": ["/"]}, "fix_data.image_folders"),
         ({"schedule.form_may_set": ["target.trust_remote_code"]}, "schedule.form_may_set"),
-        ({"target.model": "/etc"}, "target.model"),
         ({"target.model": "data/../../theirs"}, "target.model"),
-        ({"target.model": "~/theirs"}, "target.model"),
-        ({"target.model": ".dvc"}, "target.model"),
-        ({"target.revision": "../x"}, "target.revision"),
-        ({"target.chat_template": ".."}, "target.chat_template"),
         ({"fix_data.raw": "s3://theirs/rows.jsonl"}, "fix_data.raw"),
-        ({"fix_data.raw": "file:/etc/passwd"}, "fix_data.raw"),
         ({"fix_data.raw": ".prefect/password"}, "fix_data.raw"),
-        ({"fix_data.eval_file": "../../x"}, "fix_data.eval_file"),
-        ({"fix_data.tables": "data/tables/../../x.yaml"}, "fix_data.tables"),
-        ({"extract_hiddens.import": "/theirs"}, "extract_hiddens.import"),
-        ({"init_draft.from": "../draft"}, "init_draft.from"),
-        ({"init_draft.draft_config_path": "draft_configs/.."}, "init_draft.draft_config_path"),
-        (
-            {"import_draft.checkpoints": {"theirs": {"model": "/x", "revision": None, "rope_theta": None}}},
-            "import_draft.checkpoints.theirs.model",
-        ),
         ({"prepare_prompts.sets": {"s": {"from": "../x.jsonl"}}}, "prepare_prompts.sets.s.from"),
-        ({"sample_target.server.model": "/x"}, "sample_target.server.model"),
-        ({"benchmark_served.servers.sglang.algorithm": "--model-path=x"}, "benchmark_served.servers.sglang.algorithm"),
     ],
 )
 def test_what_runs_code_or_leaves_the_project_is_not_set_through_a_form(home, other: dict, key: str) -> None:
@@ -102,10 +72,7 @@ def test_what_runs_code_or_leaves_the_project_is_not_set_through_a_form(home, ot
     [
         {"target.model": "org/name", "target.revision": "refs/pr/1"},
         {"target.model": "models/mine"},
-        {"fix_data.raw": "./data/raw"},
-        {"init_draft.from": None},
         {"target.trust_remote_code": False, "target.model": "org/name"},
-        {"import_draft.checkpoints": {}},
         {"report.title": "../ of /x"},
         {"target.device": "cuda:0"},
     ],
@@ -215,23 +182,3 @@ def test_a_name_that_a_shell_would_read_is_refused_by_the_form(name: str) -> Non
     for given in ({"checkpoints": [name]}, {"workloads": [name]}):
         with pytest.raises(ValidationError):
             Sweep(trees=["t8_2_16"], **given)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"benchmark.trees": ["t8_1_9; touch x"]},
-        {"benchmark.torch_workloads": ["eval; touch x"]},
-        {"train_draft.checkpoints": {"e1; touch x": {"from": "e000", "epochs": 1}}},
-        {"import_draft.checkpoints": {"a$(id)": {"model": "org/name", "revision": None, "rope_theta": None}}},
-        {"prepare_prompts.sets": {"a b": {"from": "data/prompt_sets/x.jsonl"}}},
-        {"import_draft.checkpoints": {"a;b": {"model": "builtin/ngram", "revision": None, "rope_theta": None}}},
-        {"replay_trees.checkpoints": ["e003;id"]},
-        {"time_trees.checkpoints": ["e000;id"]},
-    ],
-)
-def test_a_name_in_other_keys_that_a_shell_would_read_leaves_params_yaml_as_it_is(home, other: dict) -> None:
-    before = (home / "params.yaml").read_text()
-    with pytest.raises(ValueError, match="these parameters"):
-        recipes.write_sections(Changes(other=other).build_sections(load_params()))
-    assert (home / "params.yaml").read_text() == before

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 
 from pipeline import dvc_graph, freshness, workspaces
 from pipeline.commands import describe_outdated
-from tests.conftest import ROOT
 from tests.pipeline.conftest import Project, give_params, make_project, run_dvc_cli
 
 
@@ -56,18 +54,6 @@ def edit_title() -> None:
 def stale_by_dvc() -> set[str]:
     """Return the stages that DVC's own command line finds changed."""
     return set(json.loads(run_dvc_cli("status", "--json")))
-
-
-def test_without_a_change_dvc_is_not_imported(fresh_project: Project) -> None:
-    (fresh_project.root / "more/__pycache__/one.pyc").write_text("written by an import")
-    code = (
-        "import sys; from pipeline import dvc_graph as g; print(g.explain_stale(), list(g.list_stages())); "
-        "sys.exit('dvc' in sys.modules)"
-    )
-    env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}
-    completed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert (completed.returncode, completed.stdout) == (0, "{} ['first', 'middle', 'last']\n"), completed.stderr
-    assert stale_by_dvc() == set()
 
 
 CHANGES: dict[str, Callable[[], object]] = {
@@ -137,35 +123,3 @@ def test_stale_says_what_and_why_and_fails_where_something_is(fresh_project: Pro
     assert asked() == (1, "stale: first, middle, last (its results are not here)\n")
     Path("dvc.lock").unlink()
     assert asked() == (1, "stale: first, middle, last (new)\n")
-
-
-READ_ONLY = "mount --bind . . && mount -o remount,ro,bind . && cd . && "
-FULL = (
-    'mount -t tmpfs -o size=8m t "$0" && cp -r . "$0" && cd "$0" && export DVC_SITE_CACHE_DIR="$0/site" && '
-    "(cat /dev/zero > filler 2>&1 || true) && "
-)
-
-
-def run_limited(limit: str, folder: Path, *words: str) -> tuple[int, str]:
-    """Run aerie on the project, on a file system of that limit -> status and output."""
-    command = f"{limit} exec {sys.executable} -m pipeline {' '.join(words)}"
-    completed = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command, str(folder)],
-        capture_output=True, text=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "DVC_SITE_CACHE_DIR": os.environ["DVC_SITE_CACHE_DIR"]},
-    )  # fmt: skip
-    if "mount:" in completed.stderr or "unshare:" in completed.stderr:
-        pytest.skip(f"no file system can be mounted here: {completed.stderr.strip()}")
-    return completed.returncode, completed.stdout + completed.stderr
-
-
-@pytest.mark.parametrize("words", [["stale"], ["run"], ["use", "ours"]])
-def test_a_disk_that_is_read_only_or_full_is_one_line(fresh_project: Project, tmp_path: Path, words: list[str]) -> None:
-    """Bug: a traceback."""
-    (fresh_project.root / "recipes").mkdir()
-    (fresh_project.root / "recipes/ours.yaml").write_text("report: {title: ours}\n")
-    edit_title()  # so that DVC is asked
-    (tmp_path / "full").mkdir()
-    for limit, message in ((READ_ONLY, r".+: Read-only file system; mount its"), (FULL, ".*disk is full")):
-        status, line = run_limited(limit, tmp_path / "full", *words)
-        assert status == 1 and line.count("\n") == 1 and re.match(f"aerie: {message}", line), line

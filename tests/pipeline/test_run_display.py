@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import processes, run_display
 from pipeline.dvc_output import DvcOutput, Outcome
 from pipeline.run_display import RunDisplay, locate_log
 
@@ -79,43 +78,6 @@ def test_the_log_has_all_that_the_stage_printed_and_of_a_bar_the_last_line() -> 
     assert not locate_log("train_draft@e003").exists()  # it printed nothing; the log of the run that made it stays
 
 
-def test_without_a_terminal_a_long_stage_says_how_far_it_is(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: check_overfit of five drafts printed nothing for as long as it took."""
-    now = [0.0]
-    monkeypatch.setattr(run_display.time, "monotonic", lambda: now[0])
-    with RunDisplay(STAGES) as display:
-        reader = DvcOutput(STAGES, display.begin, display.show)
-        reader("Running stage 'fix_data':")
-        for second in range(100):
-            now[0] = float(second)
-            reader(f"dflash: overfit row a.0:  {second}%|####5     | {second}/100 [00:10<00:12,  1.02step/s]")
-        reader("dflash: overfit row a.0: 100%|##########| 100/100 [00:20<00:00,  1.02step/s]")
-        for now[0] in (125.0, 145.0):
-            display.tell()
-        display.finish(0)
-    bars = [f"dflash: overfit row a.0 {at}%, {at}/100 [00:10<00:12,  1.02step/s]" for at in (30, 60, 90)]
-    bars.append("dflash: overfit row a.0 100%, 100/100 [00:20<00:00,  1.02step/s]")  # silent since
-    at_work = zip(("30.0 s", "1 min 0 s", "1 min 30 s", "2 min 5 s"), bars, strict=True)
-    assert capsys.readouterr().out.splitlines()[:-1] == [
-        f"fix_data: at work for {time}, {bar}" for time, bar in at_work
-    ]
-
-
-def test_a_bar_is_seen_when_it_is_drawn(tmp_path: Path) -> None:
-    """Bug: without a terminal "0%" was shown while 64 of 120 rows were saved: a bar's line ends when the next one begins."""
-    code = """import pathlib, sys, time
-print("\\r 50%|#####     | 1/2 [00:01<00:01,  1.00row/s]", end="", file=sys.stderr, flush=True)
-for _ in range(100):
-    time.sleep(0.1)
-    if pathlib.Path("seen").exists(): sys.exit()
-sys.exit("nobody saw it")"""
-    Path("draws.py").write_text(code)
-    seen: list[str] = []
-    assert processes.run_command(["draws"], seen.append, on_silence=lambda: seen and Path("seen").touch()) == 0
-
-
 FAILED = """\
 Running stage 'fix_data':
 > python -m stages.fix_data
@@ -130,10 +92,3 @@ def test_a_failure_shows_the_stages_own_error_and_nothing_of_dvcs(capsys: pytest
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1].startswith("fix_data") and printed.out.endswith(" s:\n")
     assert printed.err == "  data/raw is empty\n"
-
-
-def test_a_log_that_can_not_be_written_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    """A full disk stops the stage by its own error; the display must not stop it first."""
-    Path("logs").write_text("no folder")
-    assert show(OUTPUT).failed == []
-    assert "note: logs/fix_data.log not written (File exists)" in capsys.readouterr().out

@@ -11,27 +11,6 @@ from stages.published.tables import METRICS
 from tests.conftest import ROOT
 
 PUBLISHED = published.read_publications(ROOT / "published")
-# Numbers and their sum, as a script of its own took them from the sources when they were copied (2026-11-21); for the
-# two prose documents, their tables alone were counted so, the rest by hand.
-COPIED = {
-    "angelslim-issue-163": (34, 14383.676),
-    "angelslim-pytorch": (180, 463.69),
-    "angelslim-tool": (12, 1665.0),
-    "angelslim-vllm": (170, 27334.11),
-    "dspark-paper": (108, 455.67),
-    "eagle3-paper": (339, 2003.74),
-    "modelopt-2342": (30, 206.51),
-    "qwen3-30b-a3b-shape": (8, 3162.5),
-    "qwen3-coder-h100": (94, 99168.45),
-    "qwen3-vl-weather": (82, 1025.2),
-    "specforge-sweep": (1760, 734487.4146),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_all_that_was_copied_is_there(name: str) -> None:
-    rows = PUBLISHED[name].rows
-    assert (len(rows), pytest.approx(sum(row.value for row in rows), abs=1e-6)) == COPIED[name]
 
 
 def test_rows_say_what_where_and_by_which_definition() -> None:
@@ -81,29 +60,19 @@ def change(key_path: str, value: Any) -> dict[str, Any]:
     [
         ("title", ..., "title: Field required"),
         ("extra", 1, r"found \['extra'\]"),
-        ("source.url", ..., r"source\.url: Field required"),
         ("notes", "one", "notes: Input should be a valid list, found 'one'"),
         ("settings.tree", "8_2_16", "tree: expected t<num_steps>"),
         ("settings.tree", 8216, "tree: .*found 8216"),
-        ("settings.batch", "one", "batch: expected a number"),
         ("settings.colour", "red", r"expected target, .*found \['colour'\]"),
         ("settings.draft", ..., r"rows\[0\]: no draft; give it, or null, or unknown"),
         ("metrics.tau.decimals", "2", "decimals: Input should be a valid integer"),
         ("metrics.tau.definition", "accept_rate", "expected tau, unknown or a sentence, found 'accept_rate'"),
-        (
-            "metrics.length",
-            {"printed": "l", "unit": "", "decimals": 1, "definition": "length"},
-            "expected one of our metrics",
-        ),
         ("metrics.spare", {"printed": "l", "unit": "", "decimals": 1, "definition": "unknown"}, "no table has spare"),
-        ("tables.0.rows", ..., r"tables\.0: .*found no rows"),
         ("tables.0.columns", ["tree", "taux", "tau"], "expected a metric or a setting .*found 'taux'"),
         ("tables.0.rows", [["t8_2_16", 3.5]], r"rows\[0\]: expected 3 values, one a column, found 2"),
-        ("tables.0.rows", [3.5], r"rows\[0\]: expected 3 values, one a column, found 3.5"),
         ("tables.0.rows", [["t8_2_16", None, None]], "expected at least one number"),
         ("tables.0.rows", [["t8_2_16", 3.512, None]], "tau: expected at most 2 decimals, found 3.512"),
         ("tables.0.rows", [["t8_2_16", "3.x", None]], "tau: expected a number, or null where none is printed"),
-        ("tables.0.rows", [["t8_2_16", float("inf"), None]], "tau: expected a number"),
     ],
 )
 def test_a_defect_is_named(tmp_path: Path, key_path: str, value: Any, message: str) -> None:

@@ -4,13 +4,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stages.params.tree_shape import TreeShape, count_candidates
+from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds
 from stages.replay.replay import PositionTables
-from stages.trees.draft_tree import Candidates, get_step_range
+from stages.trees.draft_tree import Candidates
 
 STEPS = [126, 127, 128, 129]
-TOPKS = [180, 181, 255, 256]  # with two steps 180 records 32,580 candidates, 181 records 32,942
 
 
 def chain(steps: int) -> Candidates:
@@ -38,32 +37,3 @@ def test_deep_chains_are_counted(steps: int, matching: int) -> None:
     assert found.cycles_reaching_depth[0, 0].tolist() == [1] * matching + [0] * (steps - matching)
     everything = found.adaptive.accepted.view(len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), steps)[-1]
     assert everything.tolist() == [min(matching, step + 1) for step in range(steps)]
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.sampled_from(TOPKS), st.integers(0, 1000))
-@example(180, 0)
-@example(181, 0)
-@example(256, 0)
-def test_the_nodes_of_wide_trees_are_counted(topk: int, seed: int) -> None:
-    """Bug: an adaptive tree's nodes were counted in int16: at topk 181 the tree of all candidates had fewer than none."""
-    steps, count = 2, count_candidates(2, topk)
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(1, count, generator=generator)
-    parents = torch.cat([torch.full((topk,), -1), torch.arange(topk).repeat_interleave(topk)])[None]
-    tables = PositionTables([TreeShape(steps, topk, 4)], 1, "sglang", torch.device("cpu"))
-    tables.fill_positions(
-        slice(0, 1), topk, Candidates(scores, torch.arange(count)[None], parents), torch.full((1, steps), -1)
-    )
-    found = (
-        tables.walk(torch.tensor([1]), torch.tensor([9]))
-        .adaptive.summed_tree_depth.view(len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), steps)
-        .tolist()
-    )
-    listed = scores[0].tolist()
-    for index, threshold in enumerate(tables.thresholds.tolist()):
-        node_counts = [
-            sum(score >= threshold for score in listed[: get_step_range(step, topk)[1]]) for step in range(steps)
-        ]
-        assert found[index] == node_counts
-    assert found[-1][-1] == count

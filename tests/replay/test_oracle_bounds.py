@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 
 import pytest
 import torch
@@ -32,26 +31,6 @@ def test_no_tree_of_as_many_nodes_expects_more_than_the_static_rule(kind: str, s
     best = max(scores[list(chosen)].sum().item() for chosen in list_trees(pool.parents[0].tolist(), nodes))
     tree = draft_tree.build_tree(pool, nodes + 1)
     assert scores[tree.candidate_numbers[0]].sum().item() == pytest.approx(best, rel=1e-12)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 1000), st.sampled_from([0.7, 0.3, 0.1, 0.02, 0.0]))
-def test_no_other_split_of_nodes_between_positions_beats_one_threshold(seed: int, threshold: float) -> None:
-    """Two positions of six candidates each: no two trees with as many nodes together have a larger sum of scores."""
-    pools = [tensors("plain", seed + i, 2, 2, "sglang") for i in range(2)]
-    scores = torch.cat([p.scores for p in pools])  # [2, C]
-    _, nodes = oracle_bounds.evaluate_threshold_trees(scores, torch.full((2, 2), -2), 2, torch.tensor([threshold, 0.0]))
-    total = int(nodes[0, 1].sum())
-    assert nodes[0, 1].tolist() == (scores >= threshold).sum(1).tolist()
-    best = [
-        [
-            max((sum(s[c] for c in chosen) for chosen in list_trees(p.parents[0].tolist(), n)), default=-math.inf)
-            for n in range(7)
-        ]
-        for p, s in zip(pools, scores.double().tolist(), strict=True)
-    ]
-    highest = max(best[0][n] + best[1][total - n] for n in range(7) if 0 <= total - n <= 6)
-    assert scores.double()[scores >= threshold].sum().item() == pytest.approx(highest, rel=1e-12)
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.draft.eagle3 import build_prefix_mask, compute_first_state, encode_prefix
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
 from stages.trees.draft_tree import TREE_SCORINGS
-from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS, expand_candidates
+from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
 
 
@@ -107,29 +106,6 @@ def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, 
                 reached_depths = [n + (depth > d) for d, n in enumerate(reached_depths)]
             found = accepted[b, g].item(), cycles[b, g].item(), deep[b, g].item(), reached[b, g].tolist()
             assert found == (total, count, levels, reached_depths), (b, steps, topk, tokens)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_expansion_scores_are_products_of_the_slow_drafts_probabilities(options: str) -> None:
-    draft, embedding, _ = random_draft(4, **OPTIONS[options])
-    ids, features, start, _ = make_answers(draft, embedding, 1)[0]
-    p, row_ids = start + 1, torch.tensor([ids])
-    fused, keys, values = encode_prefix(draft, row_ids, features[None], embedding)
-    allowed = build_prefix_mask(torch.tensor([[p]]), len(ids), draft.config.sliding_window)
-    state = compute_first_state(
-        draft, embedding[row_ids[:, p + 1]][:, None], fused[:, p : p + 1], torch.tensor([[p]]), keys, values, allowed
-    )
-    found = expand_candidates(draft, embedding, state, torch.tensor([[p]]), keys, values, allowed, num_steps=4, topk=2)
-    for candidate in range(found.scores.shape[1]):
-        path, climber = [], candidate
-        while climber != -1:
-            path.insert(0, found.tokens[0, climber].item())
-            climber = found.parents[0, climber].item()
-        probability = 1.0
-        for depth, token in enumerate(path):
-            draft_id = [int(draft.to_target(torch.tensor(i))) for i in range(CONFIG.draft_vocab_size)].index(token)
-            probability *= guess(draft, embedding, ids, features, p, path[:depth])[draft_id].item()
-        assert found.scores[0, candidate].item() == pytest.approx(probability, rel=1e-4)
 
 
 @pytest.mark.parametrize("tree_scoring", list(TREE_SCORINGS))

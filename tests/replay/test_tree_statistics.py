@@ -10,7 +10,7 @@ import torch
 from stages.params.tree_shape import TreeShape
 from stages.replay import tree_statistics
 from stages.replay.replay import replay_answers
-from stages.replay.tree_statistics import TOKEN_CLASSES, TreeCycles, TreeStatistics, trace_cycles
+from stages.replay.tree_statistics import TOKEN_CLASSES, TreeCycles, trace_cycles
 from tests.draft.slow_draft import OPTIONS, guess, random_draft
 from tests.replay.test_replay import make_answers, pad_answers
 
@@ -82,54 +82,6 @@ def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(shape: TreeShape, opt
             assert cycle["path_probability"] == pytest.approx(probabilities, rel=1e-4)
             index, bonus = index + 1, bonus + sum(accepted) + 1
     assert index == len(cycles.row)
-
-
-def two_cycles() -> TreeCycles:
-    """Cycles of a chain of two drafts on the answer 0 1 2 3 4: one accepted at position 0, two (and the end) at position 2."""
-    return TreeCycles(
-        torch.tensor([0, 0]), torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([[0.5, 0.25], [0.95, 0.9]]),
-        torch.tensor([[1, 2], [1, 2]]), torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64),
-        torch.tensor([[True, False], [True, True]]),
-    )  # fmt: skip
-
-
-def list_tallies() -> dict[tuple[str, str], tuple[float | None, ...]]:
-    tally = TreeStatistics()
-    ids, kind = torch.tensor([[9, 9, 9, 9, 9, 9, 9, 0, 1, 2, 3, 4]]), torch.tensor([0, 1, 2, 1, 0] + [2] * 5)
-    tally.add(two_cycles(), ["q1"], ids, torch.tensor([7]), torch.tensor([12]), kind)
-    return {(b.by, b.bucket): tuple(getattr(b, k) for k in tree_statistics.COUNT_COLUMNS) for b in tally.list_buckets()}
-
-
-def test_a_tally_adds_up_by_hand() -> None:
-    found = list_tallies()
-    assert found["row", "q1"] == (2, 4, pytest.approx(2.6), 3)
-    assert found["context", "8-12"] == (2, 4, pytest.approx(2.6), 3)  # 8 and 10 tokens, the root among them
-    assert found["answer", "0-8"] == (2, 4, pytest.approx(2.6), 3)
-    assert found["after", "structure"] == (1, 2, 0.75, 1) and found["after", "letters"] == (
-        1,
-        2,
-        pytest.approx(1.85),
-        2,
-    )
-    assert found["expected_accepted", "0"] == (1, 2, 0.75, 1) and found["expected_accepted", "1"] == (
-        1,
-        2,
-        pytest.approx(1.85),
-        2,
-    )
-    assert found["depth", "2"] == (None, 2, pytest.approx(1.15), 1)
-    assert found["sibling", "1"] == (None, 4, pytest.approx(2.6), 3)
-    assert found["rank", "1"] == (None, 2, pytest.approx(1.45), 2)
-    # What lies on an edge is in the bucket above it.
-    assert found["path_probability", "0.5-0.6"] == (None, 1, 0.5, 1) and found["path_probability", "0.9-1"][1:] == (
-        2,
-        pytest.approx(1.85),
-        2,
-    )
-    # Token 1 is a draft and 2 the bonus; 3 and 4 are drafts, and the end leaves no bonus.
-    assert found["token", "digits"] == (0, None, None, 2)
-    assert found["token", "letters"] == (1, None, None, 0)
-    assert found["token", "structure"] == (0, None, None, 1)
 
 
 @pytest.mark.parametrize(

@@ -98,12 +98,8 @@ def make_up_results(p: schema.Params) -> None:
             for e in range(1, segment.epochs + 1)
         ]
         done = {
-            "checkpoint": checkpoint,
-            "from": segment.from_,
-            "epochs": epochs,
-            "seconds": 12.5,
-            "weights": "ab" * 32,
-        }
+            "checkpoint": checkpoint, "from": segment.from_, "epochs": epochs, "seconds": 12.5, "weights": "ab" * 32,
+        }  # fmt: skip
         atomic.write_json(Path(f"results/train/{checkpoint}.json"), done)
     timing_grid.write_timing_grid(costs.made_up(model=p.target.model))
     make_up_spent(*SPENT)
@@ -118,11 +114,6 @@ def make_up_spent(*stages: str, seconds: float = 60.0, gpus: tuple[str, ...] = (
         for stage in stages:
             run = stage_log.StageRun(stage, 0, 1, {}, seconds, list(gpus), joules)
             log.write(json.dumps(asdict(run)) + "\n")
-
-
-def make_up_import(name: str) -> None:
-    make_up_spent(*(f"{stage}@{name}" for stage in ("import_draft", "replay_trees", "time_trees")))
-    atomic.write_json(Path(f"results/train/{name}.json"), {"checkpoint": name, "weights": "cd" * 32})
 
 
 def made_up_inside(checkpoint: str) -> list[TreeBucket]:

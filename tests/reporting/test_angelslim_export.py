@@ -6,10 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from stages.cells.cell import Cell
 from stages.published.comparison import MEASURES
 from stages.reporting import angelslim_export
-from tests.served_cells import made_up, point
 from tests.torch_cells import timed_cell
 
 
@@ -46,23 +44,3 @@ def test_a_cell_gives_a_file_for_each_way_and_an_analysis(tmp_path: Path, analys
             number = MEASURES[measure](cell, None)
             assert number is not None and found[key] == pytest.approx(number.value)
         assert {found["eagle_file"], found["baseline_file"]} == names
-
-
-def test_a_sweep_has_files_for_each_load_and_a_way_that_was_not_measured_has_none(tmp_path: Path) -> None:
-    loads = [point(64, cap, 0.01, tau=2.9) for cap in (1, 4)]
-    cells = [
-        made_up("load", "e009", "t5_1_6", loads, engine="torch", baseline_points=[]),
-        made_up("load", None, None, [point(64, 4, 0.02)]),
-    ]
-    sets = angelslim_export.list_answer_sets([Cell.model_validate(cell) for cell in cells])
-    angelslim_export.write_answer_files(tmp_path / "out", "m", sets, True)
-    names = {path.name for path in (tmp_path / "out").glob("*.jsonl")}
-    assert names == {
-        *(f"m-load-e009-t5_1_6-64-at-{cap}-temperature-0.0-eagle.jsonl" for cap in (1, 4)),
-        "m-sglang-load-baseline-temperature-0.0-baseline.jsonl",
-    }
-    found = json.loads((tmp_path / "out/m-load-e009-t5_1_6-64-at-4-analysis.json").read_text())
-    assert found["baseline_file"] is None and found["speedup_ratio"] is None and found["acceptance_length"] > 1
-    assert angelslim_export.make_model_id(
-        "Qwen/Qwen3-8B"
-    ) == "Qwen-Qwen3-8B" and "/" not in angelslim_export.make_model_id("/a/b")

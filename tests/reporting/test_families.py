@@ -56,7 +56,7 @@ def test_verdict_terminal_page_and_launch_take_the_measured_speedup(
 
     On the torch engine and on a server the tree that is predicted to be the fastest is measured at 0.67x, another at 1.5x.
     """
-    simulate(["t3_1_4", "t5_1_6", "t8_1_9", "t5_4_16", "t10_2_32"], (1, 8))
+    simulate(trees=("t3_1_4", "t5_1_6", "t8_1_9", "t5_4_16", "t10_2_32"), caps=(1, 8))
     report.main()
     guesses = [row for row in PredictedSpeedup.read_table() if row.checkpoint == "e009" and row.topk == 1]
     torch = max((row for row in guesses if row.engine == "torch"), key=lambda row: row.preference).shape.name

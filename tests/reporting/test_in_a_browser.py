@@ -5,7 +5,6 @@ And plots of DVC, which must be drawn without a network. Headless Chromium, wher
 
 import csv
 import io
-import itertools
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -85,38 +84,6 @@ def test_the_page_is_no_wider_than_its_window(open_page: Open, width: int) -> No
     assert page.evaluate(measure) > width
 
 
-@pytest.mark.parametrize("width", [390, 1920])
-def test_names_in_the_picture_are_in_their_plots_and_cover_no_other(open_page: Open, width: int) -> None:
-    """Bug: names lay over each other, over points, and below the axis."""
-    page = open_page(width)
-    plots = page.locator(".picture .plot")
-    assert plots.count() == 2
-    measure = """(plot) => [plot, ...plot.querySelectorAll('svg text')]
-        .filter((part) => part === plot || /^\\d+_\\d+_\\d+$/.test(part.textContent.trim()))
-        .map((part) => part.getBoundingClientRect()).map((box) => [box.left, box.top, box.right, box.bottom])"""
-    for at in range(2):
-        whole, *boxes = plots.nth(at).evaluate(measure)
-        assert len(boxes) >= 2
-        for left, top, right, bottom in boxes:
-            assert whole[0] <= left and right <= whole[2] and whole[1] <= top and bottom <= whole[3]
-        for one, other in itertools.combinations(boxes, 2):
-            # A name's box has room above and below its digits.
-            room = 0.2 * (one[3] - one[1])
-            is_beside = one[2] <= other[0] or other[2] <= one[0]
-            assert is_beside or one[3] - room <= other[1] + room or other[3] - room <= one[1] + room
-
-
-def test_a_phone_shows_tree_tau_and_speedup_without_scrolling(open_page: Open) -> None:
-    page = open_page(390)
-    fits = "(box) => box.scrollWidth <= box.clientWidth"
-    box = page.locator(".scroll:has(> .results)").first
-    assert box.evaluate(fits)
-    heads = page.locator(".results").first.locator("th[scope=col]:visible").all_inner_texts()
-    assert [head.split()[0] for head in heads] == ["tree", "tau", "speedup"]
-    page.get_by_label("all columns").first.check()
-    assert page.locator(".results").first.locator("th[scope=col]:visible").count() == 10 and not box.evaluate(fits)
-
-
 # Who can read it
 
 
@@ -158,18 +125,6 @@ def test_no_other_script_runs_and_nothing_is_fetched(open_page: Open, browser: A
     assert other.title() == page.title() and len(errors) == 2
     assert all("Content Security Policy" in error for error in errors)
     other.close()
-
-
-def test_a_link_opens_the_part_that_it_leads_to(open_page: Open) -> None:
-    page = open_page(1920, "#all-trees")
-    assert page.locator("#all-trees").evaluate("(part) => part.open && part.closest('.part').open")
-    assert page.locator("#all-trees").is_visible()
-    page.evaluate("() => { location.hash = '#training'; }")
-    page.wait_for_selector("#training[open]")
-    links = page.locator("a[href^='#']")
-    page.evaluate(OPEN_ALL)
-    targets = [links.nth(at).get_attribute("href") for at in range(links.count())]
-    assert all(page.locator(target).count() == 1 for target in targets)
 
 
 def test_the_main_table_sorts_and_plain_decoding_stays_below(open_page: Open) -> None:
@@ -238,29 +193,6 @@ def test_every_table_is_downloaded_as_csv(open_page: Open) -> None:
         assert row["speedup (95% interval)"] == f"{cell.speedup:.2f}"
         low, high = (f"{value:.2f}" for value in (cell.speedup_low, cell.speedup_high))
         assert row["speedup (95% interval) note"] == f"({low}-{high})"
-
-
-def test_a_point_tells_its_numbers_to_the_pointer_and_to_the_keyboard(open_page: Open) -> None:
-    page = open_page(1920)
-    plot, tip = page.locator(".picture .plot").first, page.locator(".tip")
-    assert not tip.is_visible()
-    widest = max(read_trees(), key=lambda tree: (tree.num_draft_tokens, tree.tau))
-    text = f"{widest.shape.name[1:]}: tau {widest.tau:.2f} ({widest.tau_low:.2f}-{widest.tau_high:.2f})"
-    box = plot.locator(f"circle[aria-label='{text}']").bounding_box()
-    page.mouse.move(box["x"] + box["width"] / 2 + 3, box["y"] + box["height"] / 2)
-    assert tip.inner_text() == text
-    drawn = plot.locator("svg[role=img]").bounding_box()
-    assert abs(box["x"] - drawn["x"] - drawn["width"]) < 0.1 * drawn["width"]  # the widest tree, at the right
-    page.mouse.move(0, 0)
-    assert not tip.is_visible()
-    first, second = plot.locator("circle").nth(0), plot.locator("circle").nth(1)
-    first.focus()
-    assert tip.inner_text() == first.get_attribute("aria-label")
-    page.keyboard.press("ArrowRight")
-    assert tip.inner_text() == second.get_attribute("aria-label") != first.get_attribute("aria-label")
-    assert plot.locator("circle[tabindex='0']").count() == 1  # one stop of the Tab key
-    page.keyboard.press("Escape")
-    assert not tip.is_visible()
 
 
 # DVC's plots

@@ -1,6 +1,5 @@
 """Checkpoints without cells: rows of replayed tau and predicted speedup, where the replay has the workload's answers."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from stages.cells.replay_records import ReplayedTree
 from stages.cells.table import ResultRow
 from stages.params import schema
 from tests.conftest import EVAL, edit_params
-from tests.reporting.made_up_results import Row, _lines, make_up_spent, replayed, words
+from tests.reporting.made_up_results import Row, make_up_spent, replayed
 
 
 @pytest.mark.parametrize(("draft_sampling", "less"), [("greedy", 0.5), ("sampled", 0.25)])
@@ -36,46 +35,13 @@ def test_rows_and_predictions_above_temperature_0_are_of_the_drafts_that_cells_h
     assert row.speedup == guess.speedup and guess.temperature == 0.7
 
 
-def test_a_checkpoint_without_cells_has_replayed_tau_and_predicted_speedup(
-    half_measured: schema.Params, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report.main()
-    rows = _lines(ResultRow.TABLE)
-    trees = half_measured.benchmark.trees
-    assert [(r["checkpoint"], r["tree"], r["source"]) for r in rows] == [
-        *(("e009", tree, "measured") for tree in trees),
-        *(("e003", tree, "replayed") for tree in trees),
-    ]
-    predicted = {
-        (r["checkpoint"], f"t{r['num_steps']}_{r['topk']}_{r['num_draft_tokens']}"): r
-        for r in _lines(PredictedSpeedup.TABLE)
-    }
-    replayed_trees = {tree.shape.name: tree for tree in replay_records.read_replay("e003")}
-    for row in rows[len(trees) :]:
-        guess, tree = predicted["e003", row["tree"]], replayed_trees[row["tree"]]
-        assert float(row["tau"]) == float(row["replay_tau"]) == tree.tau
-        assert (float(row["tau_low"]), float(row["tau_high"])) == (tree.tau_low, tree.tau_high)
-        assert float(row["accept_rate"]) == tree.accept_rate
-        assert [row[name] for name in ("speedup", "speedup_low", "speedup_high")] == [
-            guess[name] for name in ("speedup", "low", "high")
-        ]
-        timed = "ttft_mean_s", "e2e_mean_s", "output_throughput", "identical_share"
-        assert {row[name] for name in timed} == {""} and row["engine"] == "torch"
-    found = json.loads(report.METRICS_FILE.read_text())
-    assert found["cells"] == len(trees) and "best_by_tau" not in found["checkpoints"]["e003"]
-    assert capsys.readouterr().out.count("* not measured: tau replayed over the eval split") == 1
-    assert "replayed · eval, not measured: tau of the whole eval split" in words(report.PAGE_FILE.read_text())
-
-
 @pytest.mark.parametrize(
     ("workload", "taken"),
     [
         ({}, "cold"),
         ({"temperature": 0.7, "top_p": 0.9}, "hot"),
         ({"temperature": 0.7, "top_p": 1.0}, None),
-        ({"temperature": 0.7, "top_p": 0.9, "top_k": 20}, None),
         ({"prompts": "gsm8k"}, None),
-        ({"ignore_eos": True}, None),
         ({"concurrency": 8}, None),
     ],
 )

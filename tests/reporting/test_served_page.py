@@ -6,15 +6,10 @@ import re
 import pytest
 
 from stages import report
-from stages.cells import replay_records
-from stages.cells.cell import locate_cell
 from stages.cells.table import ResultRow
 from stages.params import schema
-from stages.reporting import latencies
 from tests.conftest import EVAL
-from tests.reporting.made_up_results import ELSEWHERE, Row, _lines, make_up_served, replayed, serve, words, write_cell
-from tests.served_cells import made_up as served_cell
-from tests.served_cells import point
+from tests.reporting.made_up_results import ELSEWHERE, Row, _lines, make_up_served, replayed, serve, words
 
 
 def served_lines() -> list[Row]:
@@ -55,44 +50,3 @@ def test_a_tau_far_from_the_replayed_one_is_a_red_row_that_says_why(made_up: sch
     assert page.count('<tr class="off">') == 1
     assert f"is 0.70 of the replayed {replayed('t5_1_6'):.2f}. A replay accepts exactly what this draft" in words(page)
     assert json.loads(report.METRICS_FILE.read_text())["served"]["off_replay"] == 1
-
-
-def test_the_torch_engines_loads_stand_beside_served_ones(
-    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One workload by both engines: a table of each, each beside its own plain decoding, and each its own break-even."""
-    serve(
-        {"code": {**EVAL, "concurrency": [8, 64], "repeats": 1}}, torch_workloads=["eval", "code"], checkpoints=["e009"]
-    )
-    write_cell(served_cell("code", points=[point(200, 8, 0.02), point(200, 64, 0.02)]))
-    for tree in ("t5_1_6", "t8_2_16"):
-        tau = replayed(tree)
-        write_cell(
-            served_cell("code", "e009", tree, [point(200, 8, 0.01, tau, tree), point(200, 64, 0.015, tau, tree)])
-        )
-    p = schema.load_params()
-    for tree in p.benchmark.trees:
-        tau = replayed(tree)
-        ours = [point(200, 8, 0.01, tau, tree), point(200, 64, 0.03, tau, tree)]
-        plain = [point(200, 8, 0.02), point(200, 64, 0.025)]
-        found = served_cell("code", "e009", tree, ours, engine="torch", baseline_points=plain, fingerprint={})
-        assert write_cell(found) == locate_cell("torch", "code", "e009", tree)
-    report.main()
-    printed = capsys.readouterr().out
-    assert (
-        "code, checkpoint e009, served by sglang" in printed and "code, checkpoint e009, by the torch engine" in printed
-    )
-    rows = [row for row in ResultRow.read_table() if not row.is_plain and row.workload == "code"]
-    speedups = {(row["engine"], row["tree"], row["concurrency"]): row["speedup"] for row in rows}
-    assert len(speedups) == 2 * 2 + 2 * len(p.benchmark.trees)
-    assert speedups["torch", "t8_2_16", 8.0] > 1 > speedups["torch", "t8_2_16", 64.0]
-    assert min(speedups["sglang", "t8_2_16", cap] for cap in (8.0, 64.0)) > 1
-    assert {row["replay_agrees"] for row in rows} == {"yes"}
-    replays = {name: replay_records.read_replay(name) for name in p.replay_trees.checkpoints}
-    groups = latencies.summarise_latencies(report.read_inputs(p, replays).lines)
-    plain_e2e = {group.about: group.rows[-1].percentiles["e2e_s"] for group in groups if "code" in group.about}
-    ours_e2e, theirs_e2e = (next(v for k, v in plain_e2e.items() if engine in k) for engine in ("torch", "sglang"))
-    assert ours_e2e > theirs_e2e, "each beside its own engine's plain decoding"
-    page = words(report.PAGE_FILE.read_text())
-    assert "8_2_16 · code, checkpoint e009, torch" in page and "8_2_16 · code, checkpoint e009, sglang" in page
-    assert "Slower than plain decoding at 1 of 2 loads" in page and "Faster than plain decoding at all 2 loads" in page

@@ -30,13 +30,6 @@ def test_plain_decoding_far_from_the_neighbours_is_told_with_the_command() -> No
     assert remark.endswith("; again: dvc repro -fs benchmark@eval-e009-t5_1_6")
 
 
-def test_a_prefill_far_from_the_neighbours_is_told() -> None:
-    """Bug: 0.312 s stood beside 0.006 s without a word."""
-    slow = timed_cell("t5_1_6", 1.5, 0.2, 9.0, prefill_s=0.312)
-    (remark,) = say(slow, *(timed_cell(tree, prefill_s=0.006) for tree in TREES[1:]))
-    assert "a prefill of 0.312 s beside its neighbours' 0.006" in remark
-
-
 @pytest.mark.parametrize(("share", "is_remarked"), [(0.6, True), (0.9, False), (1.8, False), (None, False)])
 def test_a_process_that_did_not_have_the_cpu_is_told(share: float | None, is_remarked: bool) -> None:
     """More than one thread takes more CPU time than wall time; a GPU has none."""

@@ -45,12 +45,12 @@ def give(
     predicted: list[PredictedSpeedup] | None = None,
     cells: list[Cell] | None = None,
     served: list[ResultRow] | None = None,
-    remarks: list[TimingRemark] | None = None,
     launch: list[LaunchAdvice] | None = None,
     families: Families | None = None,
     replays: dict[str, list[ReplayedTree]] | None = None,
     groups: dict[str, list[GroupTau]] | None = None,
     trained: dict[str, TrainingReport] | None = None,
+    remarks: list[TimingRemark] | None = None,
 ) -> Verdict:
     rows = predicted or []
     launch = [advise(row) for row in rows if row.engine != "torch"] if launch is None else launch
@@ -93,57 +93,6 @@ def test_a_mean_hides_no_source_or_context_that_loses_or_pays() -> None:
     found = give([predict(1.5, 1.4, 1.6)], replays={"e009": [tree]}, groups={"e009": [*taus[:1], *contexts]})
     assert found.details == ("It loses on contexts of 128-256 tokens (0.83x, tau 2.20): do not launch it for these",)
     assert [group.tau.by for group in found.groups] == ["context", "context"]  # one source is all of them
-
-
-def test_tau_of_each_eval_file_is_shown_without_timings() -> None:
-    """Bug: tau by source was shown of a tree that was timed alone, though every replay has it."""
-    trees = [
-        replayed_chain(0.7),
-        replayed_chain(0.7).model_copy(update={"num_steps": 6, "num_draft_tokens": 7, "tau": 3.0}),
-    ]
-    row = GroupTau(
-        by="source", group="b1.jsonl", answers=40, cycles=99, tree="t6_1_7", tau=3.1, tau_low=2.9, tau_high=3.3
-    )
-    other = row.model_copy(
-        update={"group": "bench/b2.jsonl", "answers": 1, "tau": 2.5, "tau_low": None, "tau_high": None}
-    )
-    chain = [one.model_copy(update={"tree": "t3_1_4"}) for one in (row, other)]
-    groups = {"e009": [*chain, row, other], "e003": [row]}
-    found = give(replays={"e009": trees, "e003": [replayed_chain(0.5)]}, groups=groups)
-    assert found.kind == "unknown" and [part.speedup for part in found.groups] == [None, None]
-    head, *lines = found.list_lines()[-3:]
-    assert head == "6_1_7 (6_1_6) with e009 by source  answers  tau, replayed  95% interval"
-    assert [line.split(maxsplit=3) for line in lines] == [
-        ["bench/b2.jsonl", "1", "2.50", "one prompt"], ["b1.jsonl", "40", "3.10", "2.90-3.30"],
-    ]  # fmt: skip
-    fast = give([predict(1.5, 1.4, 1.6, num_steps=3, topk=1, num_draft_tokens=4)], replays={"e009": trees},
-        groups=groups)  # fmt: skip
-    assert {part.tau.tree for part in fast.groups} == {"t3_1_4"} and all(part.speedup for part in fast.groups)
-
-
-MEASURE = "measure it before you rely on it (benchmark.checkpoints, workloads and trees)"
-
-
-def test_what_is_measured_decides_and_a_faster_prediction_is_named_as_what_to_measure() -> None:
-    found = give(
-        [predict(1.62, 1.24, 2.12)], [timed_cell("t8_3_16", 1.48, 1.15, 1.96), timed_cell("t5_1_6", 1.9, 0.8, 4.0)]
-    )
-    assert (found.kind, found.details, found.warnings) == ("launch", (), ())
-    assert found.headline == (
-        "Launch t8_3_16 with e009: measured 1.48x (1.15 to 1.96) at concurrency 1; t6_4_32 with e009 is predicted 1.62x (1.24 "
-        f"to 2.12): {MEASURE}"
-    )
-
-
-def test_a_measurement_of_another_checkpoint_disputes_no_prediction() -> None:
-    """Bug: a draft of one epoch, measured as slow, was set against the prediction for one of 200 that was not measured."""
-    slow = timed_cell("t8_3_16", 0.6, 0.5, 0.7, checkpoint="e002")
-    found = give([predict(1.6, 1.2, 2.1)], [slow])
-    assert found.kind == "launch" and found.headline == (
-        f"Launch t6_4_32 with e009: predicted 1.60x (1.20 to 2.10) at concurrency 1; not measured here: {MEASURE}"
-    )
-    found = give([predict(1.6, 1.2, 2.1)], [slow, timed_cell("t5_1_6", 0.8, 0.7, 0.9)])
-    assert found.kind == "plain" and "the best measured, t5_1_6 with e009, is 0.80x" in found.headline
 
 
 @pytest.mark.parametrize(("speedup", "low", "high"), [(0.83, 0.7, 0.95), (0.98, 0.8, 1.2)])
@@ -196,46 +145,6 @@ def test_a_best_below_1_that_can_not_be_told_is_no_advice_against(
     assert found.kind == kind and found.headline.startswith("Do not speculate") == (kind == "plain")
 
 
-def test_each_load_of_a_server_has_its_advice_and_alike_ones_are_one_line() -> None:
-    rows = [
-        serve(n, speedup, speedup - 0.1, speedup + 0.1) for n, speedup in ((1, 1.8), (8, 1.5), (32, 0.8), (64, 0.7))
-    ]
-    found = give(served=[*rows, serve(8, 1.2, 1.1, 1.3, tree="t5_1_6"), serve(1, 9, 8, 10, decoding="plain")])
-    assert found.kind == "launch"
-    faster, slower = found.list_lines()
-    conditions = "(sglang, code, 200 tokens)"
-    assert (
-        faster
-        == f"Launch t8_3_16 with e009 at concurrency 1 and 8 {conditions}: measured 1.80x (1.70 to 1.90) at concurrency 1"
-    )
-    best = "the best measured, t8_3_16 with e009, is 0.80x (0.70 to 0.90)"
-    assert slower == f"Do not speculate at concurrency 32 and 64 {conditions}: {best} at concurrency 32"
-
-
-def test_several_sets_have_a_best_each_in_one_table() -> None:
-    """Bug: of three sets of prompts the reader saw a line each, and looked for the others' figures of its best tree."""
-    alone = {"engine": "torch", "in_turns": True}
-    cells = {
-        "math": [("e009", "t8_3_16", (1.4, 1.2, 1.6)), ("e003", "t5_1_6", (1.7, 1.5, 1.9))],
-        "code": [("e009", "t8_3_16", (1.5, 1.3, 1.7)), ("e003", "t5_1_6", (1.2, 1.1, 1.3))],
-        "chat": [("e009", "t8_3_16", (0.8, 0.7, 0.9)), ("e003", "t5_1_6", (1.1, 0.9, 1.4))],
-    }
-    rows = [
-        serve(1, *ends, workload=name, checkpoint=checkpoint, tree=tree, **alone)
-        for name, trees in cells.items()
-        for checkpoint, tree, ends in trees
-    ]
-    found = give(served=rows)
-    assert found.sets and found.sets.sets == ["math", "code", "chat"]
-    assert found.sets.advice == ["5_1_6 (5_1_5), e003", "8_3_16, e009", "too noisy to say"]
-    lines = found.list_lines()
-    (at,) = [index for index, line in enumerate(lines) if line.startswith("measured speedup")]
-    heads, first, second, advice = lines[at : at + 4]
-    assert heads.split()[2:] == ["math", "code", "chat"] and first.startswith("8_3_16, e009")
-    assert all(text in first for text in ("1.40x", "1.50x", "0.80x")) and "1.70x" in second and "8_3_16, e009" in advice
-    assert give(served=rows[:2]).sets is None
-
-
 def test_a_prediction_of_another_set_is_to_be_measured_not_launched() -> None:
     """Bug: below "too noisy to say" for one set stood "Launch", by a prediction for another."""
     noisy = serve(1, 1.2, 0.9, 1.6, engine="torch", in_turns=True, workload="code")
@@ -246,6 +155,16 @@ def test_a_prediction_of_another_set_is_to_be_measured_not_launched() -> None:
     own = predict(*FAST, engine="sglang", workload="code", max_new_tokens=200, concurrency=8)
     found = give([own], served=[serve(1, 1.5, 1.4, 1.6)])
     assert [line.startswith("Launch") for line in found.list_lines()[:2]] == [True, True]  # one set, another load
+
+
+def test_of_measured_trees_one_whose_times_are_odd_comes_last_and_says_so() -> None:
+    cells = [timed_cell("t5_1_6", 1.9, 1.6, 2.2), timed_cell("t8_3_16", 1.5, 1.3, 1.8)]
+    remarks = [TimingRemark("benchmark@eval-e009-t5_1_6", "odd")]
+    assert give(cells=cells, remarks=remarks).headline.startswith(
+        "Launch t8_3_16 with e009: measured 1.50x (1.30 to 1.80)"
+    )
+    (only,) = give(cells=cells[:1], remarks=remarks).list_lines()[:1]
+    assert only == "Launch t5_1_6 with e009: measured 1.90x (1.60 to 2.20, doubtful timings) at concurrency 1"
 
 
 def test_a_servers_own_prediction_belongs_to_its_load_and_the_torch_engines_to_its_own() -> None:
@@ -269,28 +188,14 @@ def test_an_undertrained_draft_is_called_so_before_speculation_is_called_useless
     assert found.headline.startswith("e009 is undertrained: 17% of its first drafts are right")
     assert found.details[0].startswith("Do not speculate")
     values = {
-        "weights": "x",
-        "from": "e000",
-        "epochs": [],
-        "seconds": 1.0,
-        "few_steps": "only 2 optimizer steps in all",
-    }
+        "weights": "x", "from": "e000", "epochs": [], "seconds": 1.0, "few_steps": "only 2 optimizer steps in all",
+    }  # fmt: skip
     trained = {"e009": TrainingReport.model_validate(values)}
     found = give(cells=lost, replays={"e009": [row]}, trained=trained)
     assert found.headline.endswith("only 2 optimizer steps in all")
     assert give(cells=lost, replays={"e009": [replayed_chain(0.62)]}).headline.startswith("Do not speculate")
     fast = [timed_cell("t3_1_4", 1.7, 1.6, 1.8)]
     assert give(cells=fast, replays={"e009": [row]}).headline.startswith("Launch")
-
-
-def test_of_measured_trees_one_whose_times_are_odd_comes_last_and_says_so() -> None:
-    cells = [timed_cell("t5_1_6", 1.9, 1.6, 2.2), timed_cell("t8_3_16", 1.5, 1.3, 1.8)]
-    remarks = [TimingRemark("benchmark@eval-e009-t5_1_6", "odd")]
-    assert give(cells=cells, remarks=remarks).headline.startswith(
-        "Launch t8_3_16 with e009: measured 1.50x (1.30 to 1.80)"
-    )
-    (only,) = give(cells=cells[:1], remarks=remarks).list_lines()[:1]
-    assert only == "Launch t5_1_6 with e009: measured 1.90x (1.60 to 2.20, doubtful timings) at concurrency 1"
 
 
 # Trees of block drafts
@@ -320,10 +225,3 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
     assert "Launch" not in alone.headline and alone.kind == "unknown"
     served = [serve(8, 1.9, 1.7, 2.1, engine="torch", checkpoint="b003", tree="t4_2_9")]
     assert "Launch" not in give(served=served, launch=[], families=BLOCKS).headline
-
-
-def test_where_only_such_trees_are_measured_the_verdict_says_so() -> None:
-    """Bug: it said that no tree was timed."""
-    found = give(cells=[timed_cell("t4_2_9", *SLOW, checkpoint="b003")], families=BLOCKS)
-    assert (found.kind, found.headline) == ("unknown", verdict.NOTHING_SERVED)
-    assert found.details[0].startswith("Left out above, of the torch engine: t4_2_9 with b003, measured 0.80x")

@@ -29,25 +29,7 @@ def write_folder(path: Path, **files: str) -> None:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_old_until_its_block_ends(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "a.txt"
-    atomic.write_text(path, "old")
-    with atomic.write_file(path) as new:
-        new.write_text("new")
-        assert path.read_text() == "old" and new.parent == path.parent
-    assert path.read_text() == "new" and names(tmp_path) == ["deep", "deep/a.txt"]
-
-
 # --- folders --------------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
-    """Files that the new one doesn't have are gone: a shard of before would be read as this run's."""
-    write_folder(tmp_path / "out", a="old", b="old")
-    (tmp_path / "out" / "deep").mkdir()
-    write_folder(tmp_path / "out", a="new", c="new")
-    assert names(tmp_path) == ["out", "out/a", "out/c"]
-    assert (tmp_path / "out" / "a").read_text() == "new"
 
 
 def test_where_two_folders_can_not_swap_in_one_step_the_new_one_still_takes_its_place(
@@ -112,20 +94,6 @@ def test_no_nan_is_written_and_the_old_file_stays(tmp_path: Path, number: float)
     with pytest.raises(ValueError, match=r"metrics\.json not written: expected finite numbers, found NaN or infinity"):
         atomic.write_json(path, {"cells": [{"tau": number}]})
     assert json.loads(path.read_text()) == {"tau": 1.0} and names(tmp_path) == ["metrics.json"]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b'{"tau": 3.', b"tau: 3", b'{"tau": "\xff"}', b"[" * 100_000],
-    ids=["empty", "cut", "yaml", "bytes", "deep"],
-)
-def test_broken_json_names_the_file_and_the_stage(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "cell.json").write_bytes(content)
-    with pytest.raises(
-        atomic.BrokenArtifactError, match=r"cell\.json is not valid JSON \(.*\); run: dvc repro -f -s benchmark@x$"
-    ) as e:
-        atomic.read_json(tmp_path / "cell.json", "benchmark@x")
-    assert "\n" not in str(e.value)
 
 
 # --- SIGKILL --------------------------------------------------------------------------------------------------------

@@ -37,12 +37,3 @@ def test_a_number_too_large_to_reckon_with_is_one_line(
     path.write_text(f"a: {prefix}{'9' * 400}")
     with pytest.raises(ValueError, match=r"theirs\.yaml .*line 1: expected at most 20 digits of a number"):
         read(path)
-
-
-@pytest.mark.parametrize("content", [b"a: \xff", b"a: 2026-13-45", b"a: 1\na: 2", b"a: [http://gpu1:8000]"])
-@pytest.mark.parametrize("read", READERS)
-def test_what_is_no_yaml_names_the_file(tmp_path: Path, read: Callable[[Path], object], content: bytes) -> None:
-    path = tmp_path / "theirs.yaml"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"theirs\.yaml"):
-        read(path)

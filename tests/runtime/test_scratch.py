@@ -23,13 +23,10 @@ def test_equal_work_has_an_equal_scratch_folder_and_other_work_another() -> None
         "train_draft-e003", {"lr": 0.1, "seed": 1}, ["abc", "def"]
     )
     others = [
-        ("train_draft-e009", *work[1:]),
-        (work[0], {"seed": 2, "lr": 0.1}, work[2]),
-        (work[0], {"seed": 1, "lr": 0.1, "more": None}, work[2]),
-        (work[0], work[1], ["def", "abc"]),
-        (work[0], work[1], ["abcdef"]),
-        (work[0], work[1]),
-    ]
+        ("train_draft-e009", *work[1:]), (work[0], {"seed": 2, "lr": 0.1}, work[2]),
+        (work[0], {"seed": 1, "lr": 0.1, "more": None}, work[2]), (work[0], work[1], ["def", "abc"]),
+        (work[0], work[1], ["abcdef"]), (work[0], work[1]),
+    ]  # fmt: skip
     folders = [scratch.locate_scratch(*o) for o in [work, *others]]
     assert len(set(folders)) == len(folders)
     assert all(

@@ -3,9 +3,6 @@
 import itertools
 import json
 import multiprocessing
-import random
-import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -74,30 +71,6 @@ def assert_same(found: tuple[dict[str, pl.DataFrame], dict[str, Any]], whole: An
     for split in SPLITS:
         assert found[0][split].equals(whole[0][split]), split
     assert found[1] == whole[1]
-
-
-def run_with_random_kills(project: Path, kills: int, seed: int) -> None:
-    """As often as said, at any moment from its start to its end; whenever a run comes through, another begins."""
-    warm = FORKS.Process(target=time.sleep, args=(0,))
-    warm.start()
-    warm.join()
-    rng, begin = random.Random(seed), time.monotonic()
-    run_stage()
-    took, whole = time.monotonic() - begin, read_result(project)
-    shutil.rmtree("data/sampled")
-    while kills:
-        stage = start_stage()
-        stage.join(rng.uniform(0, 0.8) * took)
-        if stage.exitcode is None:
-            stage.kill()
-            stage.join()
-            kills -= 1
-            continue
-        assert stage.exitcode == 0
-        assert_same(read_result(project), whole)
-        shutil.rmtree("data/sampled")
-    run_stage()
-    assert_same(read_result(project), whole)
 
 
 def conversations_of(project: Path, count: int, turns: int, **changes: Any) -> None:

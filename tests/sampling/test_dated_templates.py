@@ -4,7 +4,6 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
 from transformers import AutoTokenizer
 
@@ -13,7 +12,7 @@ from stages.target import chat_template, manifest, template_facts
 from stages.toy import text_targets
 from tests.conftest import edit_params
 from tests.engines.misbehaving_server import Fake, completion
-from tests.sampling.sampled_project import answers, conversations_of, report, set_backend
+from tests.sampling.sampled_project import answers, report, set_backend
 
 DATED = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + text_targets.CHAT_TEMPLATE
 FIRST = date.today()
@@ -92,21 +91,3 @@ def test_a_run_that_goes_on_on_another_day_keeps_answers_with_their_prompts(
     days = {day.strftime("%d %b %Y") for day in served}
     assert list_days(dated) == days if with_ids else list_days(dated) <= days  # its count of tokens alone may tell
     assert f"shows a date, {FIRST.isoformat()} for this target" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("backend", ["transformers", "keep", "server"])
-def test_a_question_that_is_a_rendered_prompt_is_dropped_and_told(
-    project: Path, backend: str, capsys: pytest.CaptureFixture
-) -> None:
-    """Bug: a log of /v1/completions was rendered a second time, and all stages were content."""
-    conversations_of(project, 6, 1)
-    table = pl.read_parquet("data/fixed/train.parquet")
-    rows = table.to_dicts()
-    rows[1]["messages"][0]["content"] = "<|im_start|>user\nsun?<|im_end|>\n<|im_start|>assistant\n"
-    pl.DataFrame(rows, schema=table.schema).write_parquet("data/fixed/train.parquet")
-    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
-        server = {"base_urls": [fake.url]} if backend == "server" else {}
-        set_backend(project, backend, server, train_rows=6, max_new_tokens=4)
-        sample_target.main()
-    assert report(project)["dropped"] == {"rendered_already": 1}
-    assert "1 rows dropped as rendered_already, the first: row " in capsys.readouterr().out

@@ -19,16 +19,7 @@ from stages.engines.protocol import LoadRequest
 from stages.measuring import load_generator
 from stages.runtime import free_port
 from tests.built_engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
-from tests.sampling.sampled_project import (
-    SPLITS,
-    answers,
-    assert_same,
-    read_result,
-    report,
-    run_with_random_kills,
-    set_backend,
-    with_tools,
-)
+from tests.sampling.sampled_project import SPLITS, answers, assert_same, read_result, report, set_backend, with_tools
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +129,6 @@ def test_a_llama_server_that_is_started_says_what_this_process_says(project: Pat
     sample_target.main()
     assert {row["id"]: row for row in answers(project, "eval").to_dicts()} == own
     assert set(report(project)["token_ids"]) == {"server"}
-
-
-def test_killed_at_random_before_a_real_server(project: Path, real: dict[str, Any]) -> None:
-    set_backend(project, "server", real, train_rows=18, eval_rows=3, max_new_tokens=4)
-    run_with_random_kills(project, 5, seed=1)
 
 
 @pytest.mark.long

@@ -78,19 +78,6 @@ def test_each_group_of_gpus_has_a_server(
     assert all(server.line[-len(launch_args) :] == launch_args for server in planned if launch_args)
 
 
-@pytest.mark.parametrize(
-    ("launch_args", "message"),
-    [
-        (["--tp", "8"], r"launch_args asks for 8 GPUs for a server, found 4 visible; lower its --tp"),
-        (["--tp", "two"], r"launch_args: argument --tp/-tp/--tp-size/--tensor-parallel-size: invalid int value: 'two'"),
-        (["--tp-size", "0"], r"launch_args: expected sizes of at least 1, found {'tp': 0}"),
-    ],
-)
-def test_impossible_sizes_are_refused(four_gpus: Path, launch_args: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan("cuda", *launch_args)
-
-
 def test_replicas_start_together_each_on_its_gpus_and_end_together(four_gpus: Path) -> None:
     install(four_gpus)
     with plan("cuda", "--tp", "2") as running:

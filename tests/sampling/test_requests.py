@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-import pytest
 
 from stages.data import conversations
 from stages.sampling import requests
@@ -64,15 +63,6 @@ def test_more_data_replaces_few_rows_and_more_rows_none(tmp_path: Path) -> None:
     assert {name for name in after if name.startswith("a")} < before
     assert len(before & after) >= 80
     assert before < names_of(read_all(tmp_path, rows, 150))
-
-
-@pytest.mark.parametrize("levels", [900, 100_000])
-def test_arguments_nested_too_deep_for_a_template_are_malformed(tmp_path: Path, levels: int) -> None:
-    """Bug: arguments given as text were parsed without a limit of depth."""
-    deep = '{"a":' * levels + "1" + "}" * levels
-    calls = [None, json.dumps([{"name": "sky", "arguments": deep}])]
-    ((first,),) = read_all(tmp_path, [row("x", "ua", tool_calls=calls)])
-    assert first.unusable_reason == "malformed_tools"
 
 
 def test_images_are_content_parts_in_order(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,7 @@ from stages.engine.pooled_decode import PooledEngine
 from stages.sampling import local_backends, write_questions
 from stages.target import generation
 from tests.engines.misbehaving_server import Fake, completion, echo
-from tests.sampling.sampled_project import SPLITS, TEMPLATE, answers, report, set_backend
+from tests.sampling.sampled_project import SPLITS, answers, report, set_backend
 
 FILE = r"\(weather_toon\.jsonl, row \d+\)"
 
@@ -32,17 +31,6 @@ def test_another_template_in_the_server_stops_the_run(project: Path) -> None:
             ValueError, match=rf"row \S+\.0 {FILE}: the server was prompted with 3 tokens, .* give \d+; let the server"
         ):
             sample_target.main()
-
-
-def test_ids_that_cannot_be_told_are_dropped_and_counted(project: Path) -> None:
-    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
-        return completion("hi", body["model"], usage={"completion_tokens": 99} if number % 3 == 0 else {})
-
-    with Fake(reply) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 1})
-        sample_target.main()
-    found = report(project)
-    assert found["dropped"]["token_ids_unknown"] == 4 == found["rows_in"] - found["rows_out"]
 
 
 def test_a_refused_row_is_dropped_and_refusing_servers_stop_the_run(project: Path) -> None:
@@ -86,21 +74,6 @@ def test_each_rows_temperature_is_its_own(project: Path) -> None:
         sample_target.main()
         some = answers(project, "train")  # a part of the four hundred
         assert len(some) == 100 and some.equals(rows.filter(pl.col("id").is_in(some["id"].to_list())))
-
-
-@pytest.mark.parametrize("backend", ["transformers", "server"])
-def test_a_prompt_that_is_empty_names_its_row(project: Path, backend: str) -> None:
-    """A mask that is all one: the template renders nothing before the answer, though it shows the words of its probe."""
-    Path("artifacts/target/chat_template.jinja").write_text(
-        "{% if messages[-1].role == 'user' and messages[-1].content | length > 13 %}{% else %}"
-        + TEMPLATE
-        + "{% endif %}"
-    )
-    first = answers(project, "train")["id"][0]  # of the rows that are asked
-    with Fake(echo) as fake:
-        set_backend(project, backend, {"base_urls": [fake.url], "concurrency": 1})
-        with pytest.raises(ValueError, match=rf"row {re.escape(first)} {FILE}: its mask is all one"):
-            sample_target.main()
 
 
 def test_an_answer_without_a_word_is_dropped_and_one_without_an_end_stops_the_run(project: Path) -> None:
@@ -190,30 +163,6 @@ def test_answers_in_this_process_are_greedy_ones_and_outlive_a_kill_and_a_full_m
     assert "out of memory with 2 answers at once, going on with 1" in out.out + out.err
     assert asked[:2] == [7, 7] and 0 < asked[2] < 7  # of twelve; those answered before the second are kept
     assert all(answers(project, split).equals(whole[split]) for split in SPLITS)
-
-
-def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sample_target.main("--preview", "2")
-    shown = capsys.readouterr().out
-    assert shown.count("--- ") == 2
-    row = answers(project, "train").row(0, named=True)
-    tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
-    painted = "".join(part.split("\x1b[0m")[0] for part in shown.split("--- ")[1].split("\x1b[30;42m")[1:])
-    assert painted == tokenizer.decode(row["answer_ids"]).replace("\n", "")
-    kept = report(project)["preview"]
-    assert [r["id"] for r in kept] == answers(project, "train")["id"].to_list()[:3]
-    fixed = pl.read_parquet("data/fixed/train.parquet")
-    origins = {r["id"]: f"{r['source']}, row {r['source_row']}" for r in fixed.iter_rows(named=True)}
-    assert [r["origin"] for r in kept] == [origins[r["id"].rpartition(".")[0]] for r in kept]
-    assert kept[0]["answer"] == tokenizer.decode(row["answer_ids"])
-    assert kept[0]["prompt"] == tokenizer.decode(row["prompt_ids"]) and kept[0]["answer_tokens"] == len(
-        row["answer_ids"]
-    )
-    shutil.rmtree("data/sampled")
-    sample_target.main("--preview", "1")
-    assert "with the data's own answers" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="expected no arguments or --preview N, found --preview"):
-        sample_target.main("--preview")
 
 
 def test_a_target_writes_questions_of_which_those_it_ends_are_kept_once(

@@ -33,11 +33,9 @@ def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t: t.update({f"_orig_mod.{UP}": t.pop(UP)}), rf"lack {UP}.* have _orig_mod\.{UP}"),
         (lambda t: t.pop("lm_head.weight"), r"lack lm_head\.weight"),
         (lambda t: t.update({UP: t[UP][:5].clone()}), rf"have {UP} \(5, 16\) where its config says \(24, 16\)"),
         (lambda t: t[UP].__setitem__((0, 0), torch.nan), rf"{UP} hold NaN or infinity"),
-        (lambda t: t.update({UP: torch.full_like(t[UP], -torch.inf).half()}), rf"{UP} hold NaN or infinity"),
     ],
 )
 def test_a_target_that_transformers_would_complete_at_random_is_refused(
@@ -53,7 +51,6 @@ def test_a_target_that_transformers_would_complete_at_random_is_refused(
     ("keys", "message"),
     [
         ({"num_hidden_layers": 3}, r"lack model\.layers\.2\."),
-        ({"num_hidden_layers": 1}, r"have model\.layers\.1\..* which its class does not know"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             r"transformers can't load it \(its weights are quantised\): ",

@@ -4,15 +4,6 @@ import pytest
 
 from stages.target import feature_layers
 
-# after layer k (SGLang, DFlash), HF index (vLLM, speculators), the index in transformers' hidden_states
-NUMBERINGS = [(0, 1, 1), (9, 10, 10), (33, 34, 34)]
-
-
-@pytest.mark.parametrize(("after_layer", "index", "hidden_state"), NUMBERINGS)
-def test_an_id_is_the_place_in_hidden_states(after_layer: int, index: int, hidden_state: int) -> None:
-    assert feature_layers.to_entering_ids([after_layer]) == [hidden_state] == [index]
-    assert feature_layers.to_after_layer_ids([hidden_state]) == [after_layer]
-
 
 @pytest.mark.parametrize(
     ("num_layers", "num_draft_layers", "after_layer"),

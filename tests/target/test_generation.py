@@ -12,9 +12,7 @@ PROMPTS = [[5, 6, 7, 5, 6, 7], [9, 9, 9]]
 SETTINGS = [
     {"no_repeat_ngram_size": 2, "repetition_penalty": 3.0},
     {"suppress_tokens": list(range(0, 60, 2))},
-    {"sequence_bias": [[[10], 50.0]]},
     {"num_beams": 3, "length_penalty": 2.0},
-    {"prompt_lookup_num_tokens": 2},
     {"max_time": 0.0, "stop_strings": ["a"]},
 ]
 

@@ -19,16 +19,9 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_pos
 RARE = [
     ("config.json", ["rope_parameters", "factor"], 0),
     ("config.json", ["num_hidden_layers"], 2**31),
-    ("config.json", ["rms_norm_eps"], "x"),
-    ("config.json", ["eos_token_id"], ["<|im_end|>"]),
-    ("config.json", ["hidden_size"], True),
     ("generation_config.json", ["eos_token_id"], {"a": 1}),
-    ("generation_config.json", ["eos_token_id"], [True]),
     ("tokenizer_config.json", ["model_max_length"], "x"),
-    ("tokenizer_config.json", ["model_max_length"], [None]),
     ("tokenizer_config.json", ["eos_token"], 7),
-    ("tokenizer_config.json", ["extra_special_tokens"], 7),
-    ("tokenizer.json", ["added_tokens"], None),
     ("tokenizer.json", ["pre_tokenizer"], {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}),
 ]  # fmt: skip
 

@@ -68,14 +68,6 @@ def test_an_end_token_is_known_where_the_template_shows_none(template: str) -> N
     assert chat_template.find_end_token(tok, eos) == eos[0]
 
 
-def test_keep_refuses_a_header_that_the_history_drops_and_says_what_else_to_do() -> None:
-    tok, eos = with_template(R1)
-    with pytest.raises(ValueError, match=r"set sample_target\.backend: transformers or server"):
-        chat_template.encode_turns(
-            tok, [ASK, {"role": "assistant", "content": "<think>\nNile.\n</think>\n\nNile."}], eos
-        )
-
-
 def test_a_template_that_takes_parts_only_shows_texts() -> None:
     """Bug: with SmolVLM's and Idefics3's templates every question rendered as nothing, and the target answered an empty one."""
     tok, _ = with_template(PARTS)
@@ -111,25 +103,13 @@ def test_an_answer_has_the_tokens_that_follow_its_header() -> None:
         assert chat_template.encode_answer(tok, [ASK], text, None, eos) == answer[:-1]
 
 
-def test_a_template_that_never_ends_or_raises_anything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: prepare_target hung on the one, and sampling ended in a traceback on the other."""
-    tok, eos = with_template("{{ 1 / (messages | length - 2) }}" + BETWEEN)
-    with pytest.raises(chat_template.TemplateRefusalError, match="of the roles user, assistant: division by zero"):
-        chat_template.encode_turns(tok, [ASK, ANSWER], eos)
-
-
 @pytest.mark.parametrize(
     ("text", "limit"),
     [
         ("{% for i in range(99999) %}" * 4 + "{{ i }}" + "{% endfor %}" * 4, "has not ended in 1 seconds"),
-        ("{% set i = 9 ** (9 ** messages | length * 9 ** 8) %}", "has not ended in 1 seconds"),
-        ("{{ 9 ** (9 ** 9) }}", "has not ended in 1 seconds"),
         ("{{ 'x' * 10 ** 7 }}", "it renders 10,000,"),
         ("{{ messages | tojson(indent=10 ** 9) }}", "needs more than 512 MiB of memory"),
-        (
-            "{% set ns = namespace(t='aa') %}{% for i in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
-            "needs more than 512 MiB",
-        ),
+        ("{{ 9 ** (9 ** 9) }}", "has not ended in 1 seconds"),
     ],
 )
 def test_a_template_that_computes_without_end_or_fills_the_memory_is_refused(
@@ -200,13 +180,6 @@ def test_a_prompt_that_is_rendered_already_is_known_by_the_templates_marks(conte
     assert (found is None) == (mark is None) and (mark is None or f"message 0 (user) holds {mark!r}" in str(found))
 
 
-def test_a_rendered_prompt_is_known_by_a_header_of_plain_text() -> None:
-    tok, _ = prefixing_tokenizer()
-    assert chat_template.explain_rendered(tok, [ASK]) is None
-    rendered = [{"role": "user", "content": "USER: Name a river. ASSISTANT:"}]
-    assert "holds 'ASSISTANT:'" in str(chat_template.explain_rendered(tok, rendered))
-
-
 @pytest.mark.parametrize("family", ["llama3.2", "harmony"])
 def test_a_template_with_a_fixed_date_renders_what_it_did_that_day(family: str) -> None:
     tok, _ = tokenizer(family)
@@ -223,8 +196,3 @@ def test_a_template_with_a_fixed_date_renders_what_it_did_that_day(family: str) 
     assert ("04 Jul 2024" if family == "llama3.2" else "2024-07-04") in text
     dated = list(chat_template.list_dated_prompts(tok, today - datetime.timedelta(3), [ASK], None, None))
     assert len(dated) == 6 and f"{today:%d}" in tok.decode(dated[0])
-
-
-def test_a_template_too_deep_to_parse_is_told_by_rendering_it() -> None:
-    """Bug: a thousand brackets ended prepare_target in a traceback, where it looked for today's date."""
-    assert not template_facts.reads_date("{% if " + "(" * 3000 + "1" + ")" * 3000 + " %}{% endif %}")

@@ -105,10 +105,8 @@ def test_a_batch_with_pictures_is_answered_as_each_prompt_alone(kind: str, conve
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "as_it_is"),
-    [("p.png", "RGB", True), ("p.jpg", "RGB", True), ("p.webp", "RGB", True), ("p.png", "RGBA", False), ("p.gif", "P", False),
-     ("p.png", "L", False)],
-)  # fmt: skip
+    ("name", "mode", "as_it_is"), [("p.jpg", "RGB", True), ("p.png", "RGBA", False), ("p.gif", "P", False)]
+)
 def test_a_server_is_sent_what_is_seen_here(name: str, mode: str, as_it_is: bool, tmp_path: Path) -> None:
     save("qwen3-vl", tmp_path / "target")
     path = picture(tmp_path / name, 50, 70, 3, mode)
@@ -154,25 +152,6 @@ def test_broken_pictures_are_told_from_missing_ones(tmp_path: Path) -> None:
     assert not isinstance(error.value, vision.UnreadableImageError)
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-@pytest.mark.parametrize("size", [(8193, 8192), (13000, 13000), (60000, 60000)], ids=str)
-def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
-) -> None:
-    """Half a megabyte of PNG held 169 megapixels, whose decoding took 2.6 GB; Pillow refuses twice 89 only."""
-    save("qwen3-vl", tmp_path / "target")
-    eyes = vision.CachedImageProcessor(tmp_path / "target", False)
-    eyes.count_image_tokens([picture(tmp_path / "small.png", 64, 64)])  # the processor is tried on a picture of its own
-    (tmp_path / "bomb.png").write_bytes(png_of(*size))
-    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
-    for look in (eyes.count_image_tokens, eyes.load_patches, lambda paths: eyes.build_data_url(paths[0])):
-        with pytest.raises(
-            vision.UnreadableImageError, match=r"bomb\.png has .*, expected at most 67108864.* make the image smaller"
-        ):
-            look([str(tmp_path / "bomb.png")])
-
-
 def test_settings_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
     """Bug: a processor whose images have at least a billion pixels took 6 GiB and a minute of each stage, for one of 64 x 64."""
     save("qwen3-vl", tmp_path)
@@ -180,3 +159,21 @@ def test_settings_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None
     file.write_text(json.dumps(json.loads(file.read_text()) | {"min_pixels": 10**9}))
     with pytest.raises(ValueError, match=r"patches needs more than 512 MiB of memory.*preprocessor_config\.json"):
         vision.CachedImageProcessor(tmp_path, False).load_patches([picture(tmp_path / "a.png", 64, 64)])
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a megabyte of PNG held 169 megapixels, whose decoding took 2.6 GB; Pillow refuses twice 89 only."""
+    save("qwen3-vl", tmp_path / "target")
+    eyes = vision.CachedImageProcessor(tmp_path / "target", False)
+    eyes.count_image_tokens([picture(tmp_path / "small.png", 64, 64)])  # the processor is tried on a picture of its own
+    (tmp_path / "bomb.png").write_bytes(png_of(13000, 13000))
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
+    for look in (eyes.count_image_tokens, eyes.load_patches, lambda paths: eyes.build_data_url(paths[0])):
+        with pytest.raises(
+            vision.UnreadableImageError, match=r"bomb\.png has .*, expected at most 67108864.* make the image smaller"
+        ):
+            look([str(tmp_path / "bomb.png")])

@@ -58,8 +58,6 @@ def test_a_gpu_without_an_energy_counter_makes_the_sum_unknown(cards: None) -> N
         ("GPU-one, 0", None, ["Other", "Card"]),
         ("0,GPU-gone,1", None, ["Card"]),  # as CUDA: none from the first on that isn't there
         ("", None, []),
-        ("0", [0, 1], ["Card"]),
-        ("0", [], []),
     ],
 )
 def test_the_gpus_are_those_that_cuda_would_show(

@@ -24,10 +24,7 @@ class OutOfMemoryError(RuntimeError):
 ERRORS = [
     (OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has"), "train_draft@e009 is out of memory (CUDA"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "set a smaller train_draft.batch_tokens"),
-    (MemoryError(), "train_draft@e009 is out of memory (MemoryError); set a smaller train_draft.batch_tokens"),
     (RuntimeError("Found no NVIDIA driver on your system. Please"), "set target.device: cpu in params.yaml"),
-    (AssertionError("Torch not compiled with CUDA enabled"), "make run TORCH=cu130"),
-    (PermissionError(errno.EACCES, "Permission denied", "data/raw/x"), "data/raw/x: Permission denied; make it readable"),
     (OSError(errno.ENOSPC, "No space left on device", "results/x"), "the disk is full, or its quota used: "),
     (ValueError("expected 5, found 6"), "expected 5, found 6"),
 ]  # fmt: skip
@@ -76,23 +73,10 @@ def test_words_of_others_reach_the_terminal_as_text(started: None, capsys: pytes
         assert r"a\n\x1b]0;b\x07\x9b31m\rc\u202e\udcff" in str(text) and str(text).replace("\n", "").isprintable()
 
 
-def test_compiled_code_is_kept_at_home_where_there_is_one(started: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: where there is none, every stage ended in a traceback."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored at the end
-    for home in ("", str(Path.cwd())):
-        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-        monkeypatch.setattr(Path, "home", lambda home=home: Path(home) if home else Path("~nobody-98725").expanduser())
-        assert fail(ValueError("x")) == "aerie: x"
-        assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == (f"{home}/.cache/aerie/torchinductor" if home else None)
-
-
 @pytest.mark.parametrize(
     ("stage", "key"),
     [
         ("train_draft@e009", "train_draft.batch_tokens"),
-        ("extract_hiddens", "extract_hiddens.batch_tokens"),
-        ("replay_trees@e009", "replay_trees.memory_gib"),
-        ("sample_target", "sample_target.batch_size or max_new_tokens"),
         ("benchmark@eval-e009-t8_2_16", "concurrency or max_new_tokens of the workload"),
         ("benchmark_served_baseline@sglang-eval", "benchmark_served.servers.*.mem_fraction"),
     ],
@@ -144,7 +128,7 @@ def test_ctrl_c_says_where_the_stage_goes_on(started: None, capsys: pytest.Captu
     assert unfinished.list_notes(0) == {}  # it has ended well
 
 
-@pytest.mark.parametrize("wait_s", [0.05, 0.4, 1.2, 2.5])
+@pytest.mark.parametrize("wait_s", [0.05, 1.2])
 def test_ctrl_c_at_any_time_of_a_stage_prints_no_traceback(tmp_path: Path, wait_s: float) -> None:
     """Bug: Ctrl-C while torch or polars is imported printed their frames, and each of fix_data's processes printed its own."""
     copy_project(tmp_path)

@@ -1,6 +1,8 @@
-"""The embedded target in data/targets: what made it, and that prepare_target gives every machine the same one."""
+"""The embedded target and data: what made them, and that prepare_target gives every machine the same target."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,9 @@ def test_changed_weights_are_refused(project: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     with pytest.raises(ValueError, match=r"does not hold the weights .* restore it .git checkout"):
         prepare_target.main()
+
+
+def test_the_committed_data_regenerates_byte_for_byte() -> None:
+    command, raw = [sys.executable, "-m", "tests.toy.damaged_exports"], ROOT / "data/raw/weather_toon.jsonl"
+    made = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, check=True).stdout
+    assert made == raw.read_bytes(), "run: python -m tests.toy.damaged_exports > data/raw/weather_toon.jsonl"

@@ -119,10 +119,3 @@ def _slow_loss(
             tau = tau + running
         taus.append(tau)
     return total, alphas, taus
-
-
-def test_a_confidence_loss_needs_its_head() -> None:
-    draft, _, head = random_block_draft(1)
-    labels = build_block_labels(torch.arange(16), SUPERVISED, DOCUMENTS, torch.tensor([2]), 3)
-    with pytest.raises(ValueError, match="no confidence head"):
-        compute_block_loss(draft, torch.zeros(1, 4, 16), labels, torch.zeros(16, 16), head, DSPARK_OBJECTIVE, 1.0)

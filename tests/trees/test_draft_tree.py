@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from stages.engine.memory_estimate import estimate_memory
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
-from stages.trees import draft_tree
+from stages.trees import accept_length, draft_tree
 from tests.built_engines import build_engine
 from tests.draft.slow_draft import CONFIG, random_draft, small_target
 
@@ -189,3 +190,8 @@ def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
             refused()
     replay_answers(*rows, [TreeShape(4, 1, 5)])
     assert len(list(engine.decode_speculative([1, 2], 5, TreeShape(4, 1, 5)))) > 1
+
+
+def test_tau_pools_cycles_not_prompts() -> None:
+    """docs/metrics.md; two prompts: 9 drafts in 3 cycles, 0 in 9. Pooled (9 + 12) / 12, not the mean of 4 and 1."""
+    assert accept_length.compute_tau(np.array([9, 0]), np.array([3, 9])) == 21 / 12

@@ -35,8 +35,6 @@ MISTAKES = [
      "ordered names the column hihg"),
     ("a broken pattern", ITEM % "{type: text, pattern: '('}", "expected a regular expression"),
     ("a wrong fraction", "units: {a: {to: b, scale: x}}\nkeys: {a: {type: any}}", r"units\.a\.scale.*5/9"),
-    ("nothing", "{}", "expected keys, or root"),
-    ("broken YAML", "keys: {", "is not valid YAML \\(line"),
 ]  # fmt: skip
 
 
@@ -71,14 +69,10 @@ RULES = [
     ("renamed", GOOD.replace("site", "location").replace("temperature", "temp"), GOOD, "repaired:columns"),
     ("converted", GOOD.replace("{id,temperature}", "{id,temp_f}").replace("20.5", "68.9").replace("21", "69.8"),
      GOOD, "repaired:unit,columns"),
-    ("in another order", "site: north\nreadings[2]{temperature,id}:\n  20.5,1\n  21,2", GOOD, "repaired:columns"),
     ("text for a number", GOOD.replace("  1,", '  "1",'), GOOD, "repaired:cast"),
     ("text for a number without cast", GOOD.replace("20.5", '"20.5"'), None, "dropped:wrong_value"),
     ("out of range", GOOD.replace("20.5", "61"), None, "dropped:wrong_value"),
-    ("out of range after conversion", GOOD.replace("temperature", "temp_f").replace("20.5", "200"), None, "dropped:wrong_value"),
     ("a column twice, by two names", "site: n\nreadings[1]{id,temp,temp_f}:\n  1,2,3", None, "dropped:wrong_columns"),
-    ("a column too many", "site: n\nreadings[1]{id,temp,colour}:\n  1,2,red", None, "dropped:wrong_columns"),
-    ("a column too few", "site: n\nreadings[1]{id}:\n  1", None, "dropped:wrong_columns"),
     ("an optional column, its word for null", "site: n\nreadings[1]{id,temperature,pressure,ok}:\n  1,2,N/A,yes",
      "site: n\nreadings[1]{id,temperature,pressure,ok}:\n  1,2,null,true", "repaired:missing,cast"),
     ("an id twice", GOOD.replace("  2,", "  1,"), None, "dropped:repeated_value"),
@@ -86,7 +80,6 @@ RULES = [
     ("more rows than asked for", "Q1" + GOOD, None, "dropped:row_count"),
     ("a list and an object", GOOD + "\nnotes[2]: a,b\nmeta:\n  by: Ada\n  at: 9",
      GOOD + "\nnotes[2]: a,b\nmeta:\n  by: Ada\n  at: 9", "clean"),
-    ("a list too long", GOOD + "\nnotes[3]: a,b,c", None, "dropped:row_count"),
     ("a text of another pattern", GOOD + "\nmeta:\n  by: ada", None, "dropped:wrong_value"),
     ("prose that passes as a key", f"Here:\n{GOOD}\nNote: all well", GOOD, "repaired:prose"),
     ("types say what an unquoted comma is", "site: n\nreadings[1]{id,temperature}:\n  1,2,3", None, "dropped:row_width"),

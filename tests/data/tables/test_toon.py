@@ -41,7 +41,6 @@ WEATHER = load_table_file(Path(__file__).parents[3] / "data/tables/weather.yaml"
 DAYS = WEATHER.keys["days"]
 assert isinstance(DAYS, TableValue)
 ROWS = DAYS.rows
-SKIES = ["sunny", "cloudy", "fog", "rain", "storm", "snow"]
 HEADER = "days[3]{date,low,high,rain,sky}:"
 
 
@@ -67,75 +66,42 @@ def decode_with_both(text: str) -> Any:
 # --- malformations and their verdicts --------------------------------------------------------------------------------
 
 ROW = "  2026-02-28,-1,3,80,snow"
-YAML_ROWS = "days:\n  - date: 2026-02-27\n    low: -3\n  - date: 2026-02-28\n    low: -1"
-MARKDOWN = "| date | low | high |\n|---|---|---|\n| 2026-02-27 | -3 | 5 |\n| 2026-02-28 | -1 | 3 |"
 TABLE = [
     ("as it should be", TEXT, "clean"),
     ("fence", f"```toon\n{TEXT}\n```", "repaired:fence"),
-    ("fence cut short", f"```toon\n{TEXT}", "repaired:fence"),
     ("prose that passes as a key, before", f"Here is the forecast:\n{TEXT}", "repaired:prose"),
     ("prose that passes as a key, after", f"{TEXT}\nNote: values in C", "repaired:prose"),
-    ("prose after", f"{TEXT}\nHope this helps!", "repaired:prose"),
     ("prose and fence", f"Sure:\n```toon\n{TEXT}\n```\nBye.", "repaired:fence,prose"),
     ("wrong count, rows complete", TEXT.replace("[3]", "[5]"), "repaired:count"),
     ("truncated last row", TEXT.removesuffix(",0,sunny"), "dropped:row_width"),
-    ("truncated inside the first cell", TEXT.removesuffix("-01,0,8,0,sunny"), "dropped:row_width"),
     ("truncated inside the last cell", TEXT.removesuffix("ny"), "dropped:wrong_value"),
     ("truncated between rows", TEXT.removesuffix("\n  2026-03-01,0,8,0,sunny"), "dropped:row_count"),
-    ("truncated, and the count agrees", TEXT.removesuffix("\n  2026-03-01,0,8,0,sunny").replace("[3]", "[2]"),
-     "dropped:row_count"),
     ("truncated before the rows", TEXT[: TEXT.index("\n  ")], "dropped:no_table"),
     ("extra cell", TEXT.replace(ROW, ROW + ",5"), "dropped:row_width"),
-    ("missing cell", TEXT.replace(ROW, "  2026-02-28,-1,80,snow"), "dropped:row_width"),
     ("trailing comma", TEXT.replace(ROW, ROW + ","), "repaired:trailing_comma"),
     ("trailing comma for the last cell", TEXT.replace(ROW, "  2026-02-28,-1,3,80,"), "dropped:wrong_value"),
     ("decimal comma", TEXT.replace(",8,0,", ",8,5,0,"), "dropped:row_width"),
-    ("date with a time", TEXT.replace("2026-02-28", "2026-02-28T10:00"), "dropped:broken_row"),
-    ("4 spaces", TEXT.replace("  ", "    "), "repaired:indent"),
-    ("3 spaces", TEXT.replace("  ", "   "), "repaired:indent"),
-    ("tabs", TEXT.replace("  ", "\t"), "repaired:indent"),
-    ("no indent", TEXT.replace("  ", ""), "repaired:indent"),
-    ("all of it indented", "  " + TEXT.replace("\n", "\n  "), "repaired:indent"),
-    ("blank line between rows", TEXT.replace(ROW, f"\n{ROW}"), "repaired:blank_line"),
     ("space before the braces", TEXT.replace("]{", "] {"), "repaired:header_space"),
-    ("space before the bracket", TEXT.replace("days[", "days ["), "repaired:header_space"),
     ("no colon", TEXT.replace("}:", "}"), "repaired:header_colon"),
-    ("[#3]", TEXT.replace("[3]", "[#3]"), "repaired:old_dialect"),
     ("[3,]", TEXT.replace("[3]", "[3,]"), "repaired:old_dialect"),
-    ("no count", TEXT.replace("[3]", ""), "repaired:count"),
     ("literal [N]", TEXT.replace("[3]", "[N]"), "repaired:count"),
     ("comment, which passes", TEXT.replace(ROW, f"  # snow!\n{ROW}"), "repaired:comment"),
     ("empty table", f"place: Oslo\nunit: C\n{HEADER.replace('3', '0')}", "dropped:no_table"),
-    ("empty list", "place: Oslo\nunit: C\ndays[0]:", "dropped:no_table"),
-    ("YAML list", f"place: Oslo\nunit: C\n{YAML_ROWS}", "dropped:no_table"),
     ("true minus", TEXT.replace("-3", "−3"), "repaired:typography"),
     ("smart quotes", TEXT.replace("Oslo", "“Oslo”").replace("snow", "“snow”"), "repaired:typography"),
-    ("smart quotes inside a value", TEXT.replace("Oslo", "the “old” Oslo"), "dropped:wrong_value"),
     ("unit in a cell", TEXT.replace("-3,5", "-3,5 C"), "dropped:wrong_value"),
-    ("N/A", TEXT.replace("-3,5", "-3,N/A"), "dropped:wrong_value"),
-    ("None", TEXT.replace("-3,5", "-3,None"), "dropped:wrong_value"),
-    ("null", TEXT.replace("-3,5", "-3,null"), "dropped:wrong_value"),
-    ("True", TEXT.replace("8,0,", "8,True,"), "dropped:wrong_value"),
     ("true, which Python counts as 1", TEXT.replace("8,0,", "8,true,"), "dropped:wrong_value"),
-    ("a float", TEXT.replace("-3,5", "-3,5.5"), "dropped:wrong_value"),
     ("a quoted number", TEXT.replace("-3,5", '-3,"5"'), "dropped:wrong_value"),
-    ("markdown table", MARKDOWN, "dropped:no_table"),
     ("repeated document", f"{TEXT}\n{TEXT}", "dropped:repeated_table"),
-    ("looping rows", f"{TEXT}\n{ROW}\n{ROW}", "dropped:row_count"),
     ("prose between the rows", TEXT.replace(ROW, f"{ROW}\nand then"), "dropped:broken_row"),
     # and what only the schema sees
-    ("unknown unit", TEXT.replace("unit: C", "unit: K"), "dropped:wrong_value"),
     ("rain over 100", TEXT.replace(",80,", ",180,"), "dropped:wrong_value"),
     ("low above high", TEXT.replace("0,8,0", "9,8,0"), "dropped:wrong_order"),
     ("a day left out", TEXT.replace("2026-02-27", "2026-02-26"), "dropped:dates_jump"),
-    ("a day that does not exist", TEXT.replace("2026-03-01", "2026-02-29"), "dropped:wrong_value"),
     ("a key too many", TEXT.replace("unit: C", "unit: C\nsource: radar"), "dropped:wrong_keys"),
-    ("a key too few", TEXT.replace("place: Oslo\n", ""), "dropped:wrong_keys"),
     ("other columns", TEXT.replace("low,high", "min,max"), "dropped:wrong_columns"),
     ("carriage returns, which pass", TEXT.replace("\n", "\r\n"), "repaired:line_ends"),
-    ("white space around", f"\t\n{TEXT}\n\t", "repaired:blank_line"),
     ("an empty answer", "", "dropped:no_table"),
-    ("no TOON at all", "I can't help with that.", "dropped:no_table"),
 ]  # fmt: skip
 
 
@@ -165,78 +131,9 @@ def test_no_truncated_answer_is_accepted(horizon: int | None) -> None:
     assert judge(TEXT, horizon, "strip").verdict == "clean"
 
 
-PLACES = [
-    *weather.CLIMATES,
-    "Saint-Denis",
-    "Łódź",
-    "New York, NY",
-    "A: B",
-    '"quoted"',
-    "42",
-    "true",
-    "- x",
-    "# y",
-    "[2]",
-]
-
-
-@st.composite
-def forecasts(draw: st.DrawFn) -> weather.WeatherForecast:
-    first = draw(st.dates(dt.date(1990, 1, 1), dt.date(2090, 1, 1)))
-    days = []
-    for offset in range(draw(st.integers(1, 8))):
-        low, span = draw(st.integers(-40, 40)), draw(st.integers(0, 30))
-        rain, sky = draw(st.integers(0, 100)), draw(st.sampled_from(SKIES))
-        days.append(weather.WeatherDay((first + dt.timedelta(offset)).isoformat(), low, low + span, rain, sky))
-    return weather.WeatherForecast(draw(st.sampled_from(PLACES)), draw(st.sampled_from("CF")), tuple(days))
-
-
-harmless = st.lists(
-    st.sampled_from(sorted(damaged_exports.SURROUNDING_CORRUPTIONS | damaged_exports.SPELLING_CORRUPTIONS)), max_size=4
-)
-losses = st.lists(st.sampled_from(sorted(damaged_exports.LOSS_CORRUPTIONS)), max_size=1)
 CORRUPTIONS = (
     damaged_exports.SURROUNDING_CORRUPTIONS | damaged_exports.SPELLING_CORRUPTIONS | damaged_exports.LOSS_CORRUPTIONS
 )
-
-
-def check_never_another_forecast(
-    forecast: weather.WeatherForecast, names: list[str], known: bool, keep: bool, seed: int
-) -> None:
-    """repair(corrupt(encode(d))) is d or a drop, and an accepted answer is clean when judged again.
-
-    At most one loss per answer: two can hide each other (one cell lost, one added). For the same reason a single corruption
-    where the horizon is unknown. Every example is corrupted, and every accepted one is decoded by the second decoder too.
-    """
-    text = toon_format.dumps(build_document(forecast))
-    rng = random.Random(seed)
-    for name in names if known else names[:1]:
-        text = CORRUPTIONS[name](rng, text)
-    horizon, surrounding = len(forecast.days) if known else None, "keep" if keep else "strip"
-    result = judge(text, horizon, surrounding)
-    if result.verdict.startswith("dropped:"):
-        assert result.text == text
-        return
-    assert judge(result.text, horizon, surrounding) == JudgedAnswer(result.text, "clean")
-    if result.verdict == "clean":
-        assert result.text == text
-    table = judge(result.text, horizon, "strip").text
-    assert decode_with_both(table) == build_document(forecast), f"{names}: {text!r} became {result.text!r}"
-
-
-cases = given(
-    forecast=forecasts(),
-    names=st.tuples(harmless, losses, harmless).map(lambda parts: [*parts[0], *parts[1], *parts[2]]).filter(bool),
-    known=st.booleans(),
-    keep=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@cases
-def test_a_repair_is_the_same_forecast_or_a_drop(**case: Any) -> None:
-    check_never_another_forecast(**case)
 
 
 @pytest.mark.parametrize("name", sorted(damaged_exports.SURROUNDING_CORRUPTIONS | damaged_exports.SPELLING_CORRUPTIONS))
