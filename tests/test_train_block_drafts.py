@@ -244,18 +244,16 @@ TARGET: Any = SimpleNamespace(vocab_size=20, eos_token_ids=[2, 3])
 
 
 @pytest.mark.parametrize(
-    ("requested", "tokenizer", "expected"),
+    ("tokenizer", "expected"),
     [
-        (None, tokens(17, pad=0), 17),  # the first unused row, as Qwen3's 151669
-        (None, tokens(20, (5, 9), pad=0), 5),
-        (None, tokens(20, pad=0), 0),
-        (None, tokens(20, pad=0, mask=7), 7),
-        (18, tokens(17, pad=0), 18),
-        (0, tokens(17, pad=0), 0),
+        (tokens(17, pad=0), 17),  # the first unused row, as Qwen3's 151669
+        (tokens(20, (5, 9), pad=0), 5),
+        (tokens(20, pad=0), 0),
+        (tokens(20, pad=0, mask=7), 7),
     ],
 )
-def test_the_mask_token_is_one_that_no_text_uses(requested: int | None, tokenizer: Any, expected: int) -> None:
-    assert mask_token.choose_mask_token(requested, tokenizer, TARGET) == expected
+def test_the_mask_token_is_one_that_no_text_uses(tokenizer: Any, expected: int) -> None:
+    assert mask_token.choose_mask_token(tokenizer, TARGET) == expected
 
 
 def test_a_target_without_a_spare_row_has_a_special_token_that_no_text_uses() -> None:
@@ -263,23 +261,17 @@ def test_a_target_without_a_spare_row_has_a_special_token_that_no_text_uses() ->
     tokenizer, eos = chat_templates.tokenizer("qwen2.5")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<repo_name>", "<|reserved_3|>", "<file_sep>"]})
     target: Any = SimpleNamespace(vocab_size=len(tokenizer), eos_token_ids=eos, image_token_id=None)
-    names = ("<|reserved_3|>", "<file_sep>", "<repo_name>", "<|im_start|>")
-    reserved, last, other, header = map(tokenizer.convert_tokens_to_ids, names)
-    assert mask_token.choose_mask_token(None, tokenizer, target) == reserved
-    assert mask_token.choose_mask_token(None, tokenizer, target, held={reserved}) == last  # a training row has it
-    assert mask_token.choose_mask_token(other, tokenizer, target) == other
-    with pytest.raises(ValueError, match="'<repo_name>', which training rows hold; expected"):
-        mask_token.choose_mask_token(other, tokenizer, target, held={other})
-    with pytest.raises(ValueError, match="mask_token_id is null"):
-        mask_token.choose_mask_token(None, tokenizer, target, held={reserved, last, other})
-    with pytest.raises(ValueError, match=r"the token '<\|im_start\|>'"):  # the chat template writes it
-        mask_token.choose_mask_token(header, tokenizer, target)
+    names = ("<|reserved_3|>", "<file_sep>", "<repo_name>")
+    reserved, last, other = map(tokenizer.convert_tokens_to_ids, names)
+    assert mask_token.choose_mask_token(tokenizer, target) == reserved
+    assert mask_token.choose_mask_token(tokenizer, target, held={reserved}) == last  # a training row has it
+    with pytest.raises(ValueError, match="needs a mask token"):  # the chat template writes all others
+        mask_token.choose_mask_token(tokenizer, target, held={reserved, last, other})
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"mask_token_id": 40}, r"params\.yaml: train_draft\.checkpoints\.dflash1: mask_token_id is 40, the token"),
         (
             {"feature_layers": [1, 5]},
             r"params\.yaml: train_draft\.checkpoints\.dflash1: the draft reads feature layer 5, expected at most ",

@@ -8,6 +8,7 @@ training row may hold it. A published draft has been trained with its mask token
 
 import re
 from collections.abc import Collection
+from itertools import chain
 from typing import Any
 
 from stages.target import chat_template
@@ -16,44 +17,34 @@ from stages.target.manifest import TargetManifest
 RESERVED = re.compile(r"reserved|unused|extra", re.IGNORECASE)
 
 
-def choose_mask_token(requested: int | None, tokenizer: Any, target: TargetManifest, held: Collection[int] = ()) -> int:
-    """Return the mask token: `requested`, or the first that may be one; `held` are the tokens of the training rows.
+def choose_mask_token(tokenizer: Any, target: TargetManifest, held: Collection[int] = ()) -> int:
+    """Return the first token that may be one; `held` are the tokens of the training rows. Raises ValueError for none."""
+    used = set(tokenizer.get_vocab().values())
+    unused = (i for i in range(target.vocab_size) if i not in used)
+    spare = (i for i in _list_spare_tokens(tokenizer, target) if i not in held)
+    if (found := next(chain(unused, spare), None)) is None:
+        raise ValueError(
+            f"a block draft needs a mask token: the tokenizer uses all {target.vocab_size} rows of the target's embedding, and "
+            f"each special token ends answers ({target.eos_token_ids}) or is in the chat template or a training row. Name one "
+            "that no text uses as pad_token in its tokenizer_config.json, or add a row (resize_token_embeddings)"
+        )
+    return found
 
-    Raises ValueError where `requested` is a token of text or of a row, or outside of the embedding, or where there is none.
+
+def describe_mask_token(names: list[str], others: bool, tokenizer: Any, target: TargetManifest) -> str:
+    """Return the mask token of block drafts by these names, for messages; with `others` to train, that they have none.
+
+    Raises ValueError where they have none and no other draft is trained.
     """
-    used, num_rows = set(tokenizer.get_vocab().values()), target.vocab_size
-    unused = next((i for i in range(num_rows) if i not in used), None)
-    spare = [i for i in _list_spare_tokens(tokenizer, target) if i not in held]
-    proposed = unused if unused is not None else next(iter(spare), None)
-    if requested is not None and (requested >= num_rows or (requested in used and requested not in spare)):
-        found = (
-            "outside of the embedding"
-            if requested >= num_rows
-            else f"the token {tokenizer.convert_ids_to_tokens(requested)!r}"
-        )
-        in_rows = ", which training rows hold" if requested in held else ""
-        advice = "add a row to the embedding" if proposed is None else f"write {proposed}, or null, which chooses it"
-        raise ValueError(
-            f"mask_token_id is {requested}, {found}{in_rows}; expected one of the {num_rows} rows of the target's embedding "
-            f"that no text uses: {advice}"
-        )
-    if requested is not None:
-        return requested
-    if proposed is None:
-        raise ValueError(
-            "mask_token_id is null, which takes a row of the target's embedding that the tokenizer does not use, or a special "
-            f"token that no text uses; it uses all {num_rows}, and each special token ends answers ({target.eos_token_ids}) or "
-            "is in the chat template or a training row. Expected a token that no text uses: name one as pad_token in the "
-            "tokenizer's tokenizer_config.json, or add a row to the embedding (resize_token_embeddings)"
-        )
-    return proposed
-
-
-def describe_mask_token(mask_token_id: int, tokenizer: Any) -> str:
-    """Return the token with its id, for messages."""
-    is_used = mask_token_id in tokenizer.get_vocab().values()
-    name = repr(tokenizer.convert_ids_to_tokens(mask_token_id)) if is_used else "a row that the tokenizer does not use"
-    return f"{mask_token_id}, {name}"
+    try:
+        found = choose_mask_token(tokenizer, target)
+    except ValueError as error:
+        if others:
+            return f"warning: {', '.join(names)}: {error}; other drafts are trained"
+        raise
+    is_used = found in tokenizer.get_vocab().values()
+    token = repr(tokenizer.convert_ids_to_tokens(found)) if is_used else "a row that the tokenizer does not use"
+    return f"{', '.join(names)}: mask token {found}, {token}"
 
 
 def check_published_mask_token(mask_token_id: int, tokenizer: Any, target: TargetManifest) -> str | None:
@@ -62,22 +53,22 @@ def check_published_mask_token(mask_token_id: int, tokenizer: Any, target: Targe
     Such tokens (Qwen's <|fim_pad|>) are not written in plain text, but may be on purpose. Raises ValueError for a token outside
     of the target's embedding, one of ordinary text, and one that ends answers.
     """
-    expected = f"expected one of the {target.vocab_size} rows of the target's embedding that no text uses"
-    advice = "such a draft was trained for another target or tokenizer, or trained wrongly: choose another draft"
+    token = tokenizer.convert_ids_to_tokens(mask_token_id) if 0 <= mask_token_id < target.vocab_size else None
+    is_used = mask_token_id in tokenizer.get_vocab().values()
     if not 0 <= mask_token_id < target.vocab_size:
-        raise ValueError(f"mask_token_id is {mask_token_id}, outside of the target's embedding; {expected}: {advice}")
-    if mask_token_id in _list_spare_tokens(tokenizer, target) or mask_token_id not in tokenizer.get_vocab().values():
+        found = "outside of the target's embedding"
+    elif mask_token_id in _list_spare_tokens(tokenizer, target) or not is_used:
         return None
-    token = tokenizer.convert_ids_to_tokens(mask_token_id)
-    if mask_token_id in target.eos_token_ids:
-        raise ValueError(
-            f"mask_token_id is {mask_token_id}, {token!r}, which ends the target's answers; {expected}: {advice}"
-        )
-    if mask_token_id not in tokenizer.added_tokens_decoder:
-        raise ValueError(
-            f"mask_token_id is {mask_token_id}, the token {token!r} of ordinary text; {expected}: {advice}"
-        )
-    return f"mask_token_id is {mask_token_id}, the tokenizer's added token {token!r}: prompts should not contain it"
+    elif mask_token_id in target.eos_token_ids:
+        found = f"{token!r}, which ends the target's answers"
+    elif mask_token_id not in tokenizer.added_tokens_decoder:
+        found = f"the token {token!r} of ordinary text"
+    else:
+        return f"mask_token_id is {mask_token_id}, the tokenizer's added token {token!r}: prompts should not contain it"
+    raise ValueError(
+        f"mask_token_id is {mask_token_id}, {found}; expected one of the {target.vocab_size} rows of the target's embedding "
+        "that no text uses: the draft was trained for another target or tokenizer; choose another"
+    )
 
 
 def _list_spare_tokens(tokenizer: Any, target: TargetManifest) -> list[int]:

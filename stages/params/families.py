@@ -67,9 +67,6 @@ class BlockSegment(Segment):
     block_size: Annotated[int, Field(ge=2)]  # rows of a block, B: dflash and dflash2 draft B - 1 tokens, dspark B
     anchors: Count  # most blocks of a pack that one step trains
     feature_layers: FeatureLayers | None = None  # None: the published five if stored, else all stored ones
-    mask_token_id: Annotated[int, Field(ge=0)] | None = (
-        None  # None: a row of the embedding that the tokenizer does not use
-    )
     decay: Positive | None = None  # of draft d's weight, exp(-d / decay); None: that of the method's authors
     sliding_window: Count | None = None  # positions that a slot sees in every layer, its own counted; None: all
     is_causal: bool | None = (

@@ -73,7 +73,7 @@ def build_initial_config(
     Raises ValueError for a draft that can't be built or that engines can't load.
     """
     try:
-        config = choose_sizes(segment, root, target, choose_mask_token(segment.mask_token_id, tokenizer, target, held))
+        config = choose_sizes(segment, root, target, choose_mask_token(tokenizer, target, held))
         return block_checkpoint.build_block_config(config, target.num_layers, dtype)
     except ValueError as error:
         raise ValueError(f"params.yaml: train_draft.checkpoints.{name}: {error}") from None
