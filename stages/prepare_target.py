@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 from transformers.utils import logging
 
-from stages.draft import mask_token, supported_targets
+from stages.draft import supported_targets
+from stages.families.block import mask_token
 from stages.params import checks, schema, target_files
 from stages.runtime import atomic, scratch
 from stages.target import (

@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 
 from stages import extract_hiddens, init_draft, train_draft
 from stages.data import row_lengths
-from stages.draft import block_checkpoint, checkpoint, mask_token
-from stages.draft.block_draft import BlockDraft
+from stages.draft import checkpoint
+from stages.families.block import mask_token
 from stages.families.block import objective as block_training
+from stages.families.block.config import find_block_draft_problem, parse_block_config
+from stages.families.block.model import BlockDraft
 from stages.families.block.objective import BlockTrainingObjective
 from stages.hidden_states import reader
 from stages.params import schema
@@ -127,8 +129,10 @@ def build_trainer(name: str, dtype: str) -> tuple[Trainer, reader.HiddenStatesRe
     settings = params.train_draft.model_copy(update={"dtype": dtype})
     segment = settings.checkpoints[name]
     assert isinstance(segment, BlockSegment)
-    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint(name), "a test")
-    draft = BlockDraft(block_checkpoint.parse_block_config(config))
+    config, _ = checkpoint.read_draft(
+        checkpoint.locate_checkpoint(name), "a test", "block draft", find_block_draft_problem
+    )
+    draft = BlockDraft(parse_block_config(config))
     draw = torch.Generator().manual_seed(8)
     for parameter in draft.parameters():
         noise = torch.randn(parameter.shape, generator=draw)

@@ -1,6 +1,6 @@
 """The files of a published draft of any family: download, config.json, safetensors, RoPE and dtypes.
 
-What the names and keys mean is each family's own: published_eagle3_formats, and published_block_formats of block drafts.
+What the names and keys mean is each family's own: published_eagle3_formats, and families/block/published.py of block drafts.
 """
 
 import re
@@ -39,7 +39,7 @@ BLOCK_DRAFT_WORDS = re.compile("dflash|dspark|domino|lilicorr|xpress", re.IGNORE
 
 @dataclass(frozen=True)
 class PublishedDraft:
-    """A published draft in the format of `eagle3_checkpoint`, or of `block_checkpoint`."""
+    """A published draft in the format of `eagle3_checkpoint`, or of config.py."""
 
     config: dict[str, Any]  # config.json
     tensors: dict[str, Tensor]

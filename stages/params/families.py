@@ -60,7 +60,7 @@ class MedusaSegment(Segment):
 
 
 class BlockSegment(Segment):
-    """A block draft (draft/block_draft.py), which starts from random weights with the sizes of e000's layer."""
+    """A block draft (families/block/model.py), which starts from random weights with the sizes of e000's layer."""
 
     method: Literal["dflash", "dflash2", "dspark"]  # type: ignore[assignment]
     layers: Count

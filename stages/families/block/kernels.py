@@ -8,8 +8,8 @@ Letters: B prompts, S num_steps, H hidden, K topk, V vocabulary, C candidates.
 import torch
 from torch import Tensor
 
-from stages.draft.block_draft import BlockDraft
 from stages.engine.target_kernels import select_kernels
+from stages.families.block.model import BlockDraft
 from stages.families.eagle3.kernels import allocate_candidates
 from stages.trees.draft_tree import Candidates
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.draft import block_checkpoint, checkpoint, eagle3_checkpoint
-from stages.draft.block_config import BlockDraftConfig, Sight
-from stages.draft.block_draft import BlockDraft
+from stages.draft import checkpoint, eagle3_checkpoint
 from stages.draft.eagle3_config import DraftConfig
-from stages.draft.mask_token import choose_mask_token
 from stages.families.block import objective
+from stages.families.block.config import BlockDraftConfig, Sight, build_block_config, parse_block_config
+from stages.families.block.mask_token import choose_mask_token
+from stages.families.block.model import BlockDraft
 from stages.families.draft_training import DraftTraining
 from stages.families.family import LoadedDraft
 from stages.hidden_states import reader
@@ -49,7 +49,7 @@ def build_untrained_draft(
     """
     tokenizer = load_tokenizer(p, target)
     config = build_initial_config(name, segment, root, target, tokenizer, p.train_draft.dtype, held)
-    parsed = block_checkpoint.parse_block_config(config)
+    parsed = parse_block_config(config)
     check_positions(parsed, longest_row, name)
     return initialise_block_draft(parsed, p.train_draft.seed), config
 
@@ -74,7 +74,7 @@ def build_initial_config(
     """
     try:
         config = choose_sizes(segment, root, target, choose_mask_token(tokenizer, target, held))
-        return block_checkpoint.build_block_config(config, target.num_layers, dtype)
+        return build_block_config(config, target.num_layers, dtype)
     except ValueError as error:
         raise ValueError(f"params.yaml: train_draft.checkpoints.{name}: {error}") from None
 

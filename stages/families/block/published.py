@@ -1,4 +1,4 @@
-"""Read published DFlash, DFlash2 and DSpark drafts of any known format into config.json and tensor names of `block_checkpoint`.
+"""Read published DFlash, DFlash2 and DSpark drafts of any known format into config.json and tensor names of config.py.
 
     z-lab          DFlashDraftModel                       keys under dflash_config, auto_map
     DeepSpec       Qwen3DSparkModel                       keys at the top; its own "DFlash" is DSpark's form with markov_rank 0
@@ -19,9 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.draft import block_checkpoint, mask_token, published_files
-from stages.draft.block_config import BlockDraftConfig, Sight
+from stages.draft import published_files
 from stages.draft.published_files import BLOCK_SECTIONS, PublishedDraft, ReadEmbeddingAndHead
+from stages.families.block import mask_token
+from stages.families.block.config import (
+    SLIDING,
+    BlockDraftConfig,
+    Sight,
+    build_block_config,
+    find_block_draft_problem,
+    read_sights,
+)
 from stages.params.families import DFLASH2_SIZES
 from stages.target.feature_layers import locate_feature_layers, to_entering_ids
 from stages.target.manifest import TargetManifest
@@ -65,7 +73,7 @@ def read_published_block_draft(
     """Read the draft in `folder` for the target of `manifest`, whose tokenizer is `tokenizer`.
 
     `rope_theta` overrides the value of its config. Raises ValueError for sizes, feature layers or a mask token that do not fit
-    the target, for another model than `block_draft` runs, and for missing or corrupt files.
+    the target, for another model than model.py runs, and for missing or corrupt files.
     """
     _refuse_mask_embedding(folder)
     raw = published_files.read_flat_config(folder)
@@ -112,8 +120,8 @@ def _build_config(
     """Return our config.json of a draft, whose tensors get one dtype. Raises ValueError for tensors of another model."""
     dtype = str(published_files.unify_dtype(folder, tensors)).removeprefix("torch.")
     with published_files.name_config(folder):
-        config = block_checkpoint.build_block_config(parsed, manifest.num_layers, dtype)
-    if problem := block_checkpoint.find_block_draft_problem(config, tensors):
+        config = build_block_config(parsed, manifest.num_layers, dtype)
+    if problem := find_block_draft_problem(config, tensors):
         raise ValueError(
             f"{folder}, by config.json, is no {parsed.method} draft that we can run: {problem}. Expected layers of Qwen3 without "
             "biases, a fusion of the target's features, and of DSpark its vanilla Markov head; get the draft again, or choose "
@@ -249,13 +257,13 @@ def _read_sights(keys: _BlockKeys, notes: list[str]) -> tuple[Sight, ...]:
             f"{keys.folder}/config.json has {stated} as to whether layers are causal, expected one answer: engines would run "
             "different drafts; keep the one that it was trained with"
         )
-    slides = {"layer_types": [block_checkpoint.SLIDING] * num_layers} if keys.get("use_swa") else {}
+    slides = {"layer_types": [SLIDING] * num_layers} if keys.get("use_swa") else {}
     window = keys.get("swa_window_size") or raw.get("sliding_window")
     layers = {"layer_types": raw.get("layer_types"), "sliding_window": window, **slides}
     if raw.get("use_sliding_window") is not None and not slides:
         layers["use_sliding_window"] = raw["use_sliding_window"]
     with published_files.name_config(keys.folder):
-        sights = block_checkpoint.read_sights(layers | {"is_causal": next(iter(stated.values()), None)}, num_layers)
+        sights = read_sights(layers | {"is_causal": next(iter(stated.values()), None)}, num_layers)
     if raw.get("speculators_model_type") and any(sight.window for sight in sights):
         notes.append("its sliding window did not move within a block in training; engines move it, and so does aerie")
     return sights
