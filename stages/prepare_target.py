@@ -112,7 +112,6 @@ def _make_builtin_target(p: schema.Params, folder: Path) -> None:
 
 def _train_builtin_target(p: schema.Params, name: str, folder: Path) -> None:
     model, tokenizer, training = _start_training(p, name, folder)
-    checks.check_draft_vocab(p, len(tokenizer))
     with tqdm(total=p.prepare_target.steps, desc="train the target", unit="step", mininterval=2) as bar:
         for _, loss in training:
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)

@@ -47,7 +47,7 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
             "and benchmark decode, can't take rejected drafts out of another state (linear attention, Mamba). Take another "
             "target, as Llama, Qwen3, Mixtral or Gemma 3"
         )
-    checks.check_draft_vocab(params, config.get_text_config().vocab_size)
+    params.init_draft.choose_vocab_size(config.get_text_config().vocab_size)
     try:
         shapes = config_facts.read_config_facts(config)
         if checks.inherits_rope(params):

@@ -49,17 +49,12 @@ def check_raw_exists(params: Params) -> None:
         raise ValueError(
             f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more} (docs/data.md)"
         )
-    if not fix.eval_names:
-        return
-    files, folder = _list_raw_files(raw), raw if raw.is_dir() else raw.parent
+    files = _list_raw_files(raw) if fix.eval_names else []
     for name in fix.eval_names:
         if not any(fits_file(name, file) for file in files):
-            inside = name.removeprefix(f"{folder.as_posix()}/")
-            is_inside = any(fits_file(inside, file) for file in files)
             raise ValueError(
                 f"{PARAMS_FILE}: fix_data.eval_file names {name}{suggest_name(name, files)}, expected the path of a file or a "
-                f"folder as seen from fix_data.raw, or a pattern of such paths, found {list_first(files, MAX_SHOWN_FILES)} in "
-                f"{raw}; {f'write {inside}' if is_inside else 'DVC tracks fix_data.raw, so put it there'}"
+                f"folder as seen from fix_data.raw, or a pattern, found {list_first(files, MAX_SHOWN_FILES)} in {raw}; correct it"
             )
 
 
@@ -160,7 +155,7 @@ def check_vocab_of_target(params: Params) -> None:
     """Raise ValueError for a draft vocabulary larger than that of a target that is here."""
     is_trained = params.target.model.startswith("builtin/") and params.prepare_target.weights == "train"
     if not is_trained and (size := _find_number(params, "vocab_size")) is not None:
-        check_draft_vocab(params, size)
+        params.init_draft.choose_vocab_size(size)
 
 
 def list_remarks(params: Params) -> Iterator[str]:
@@ -245,16 +240,6 @@ def _find_number(params: Params, key: str) -> int | None:
     except (ValueError, KeyError, TypeError, AttributeError):  # prepare_target says what is wrong
         return None
     return number if isinstance(number, int) else None
-
-
-def check_draft_vocab(params: Params, vocab_size: int) -> None:
-    """Raise ValueError for a draft vocabulary larger than the target's."""
-    wanted = params.init_draft.draft_vocab_size
-    if wanted is not None and wanted > vocab_size:
-        raise ValueError(
-            f"{PARAMS_FILE}: init_draft.draft_vocab_size is {wanted}, but {params.target.model} has {vocab_size} tokens; "
-            f"use at most {vocab_size}, or null"
-        )
 
 
 def check_segment_layers(params: Params, stored: list[int]) -> None:

@@ -68,9 +68,8 @@ class BlockSegment(Segment):
     anchors: Count  # most blocks of a pack that one step trains
     feature_layers: FeatureLayers | None = None  # None: the published five if stored, else all stored ones
     decay: Positive | None = None  # of draft d's weight, exp(-d / decay); None: that of the method's authors
-    sliding_window: Count | None = None  # positions that a slot sees in every layer, its own counted; None: all
-    is_causal: bool | None = (
-        None  # whether slots see no later ones of their block; None: with a window, as engines read it
+    sliding_window: Count | None = (
+        None  # positions up to its own that a slot sees in every layer; None: all, later ones too
     )
 
     @property

@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 
 from stages.params import schema
-from tests.params.params_edits import (
-    LEAVES,
-    NUMBERS,
-    edit_params_text,
-    list_problems,
-    read_refusal,
-    set_value,
-    set_values,
-)
+from tests.params.params_edits import LEAVES, NUMBERS, list_problems, read_refusal, set_value, set_values
 
 UNTIL = ("benchmark", "workloads", "eval", "until")
 SET_COLUMNS = ("prepare_prompts", "sets", "columns")  # of any set
@@ -37,24 +29,6 @@ def test_every_key_says_what_it_expected_and_found(
     for key in map(".".join, key_paths):
         (line,) = (line for line in problems if line.startswith(f"{key}:"))
         assert re.fullmatch(rf"{re.escape(key)}: expected {expected}, found {re.escape(repr(value))}(;.*)?", line), line
-
-
-def test_problems_of_keys_and_of_sections_that_disagree_come_together() -> None:
-    """Bug: one hand-written file was refused three times, each time for the next problem."""
-    edit_params_text(
-        ("sample_target|max_new_tokens: 200", "max_new_tokens: 0"),
-        ("benchmark|checkpoints: [e009]", "checkpoints: [e010]"),
-        ("benchmark|prompts: eval", "prompts: evil"),
-        ("min_tau: null", "min_tau: 8.5"),
-    )
-    found = "\n".join(list_problems())
-    expected = (
-        "sample_target.max_new_tokens: ",
-        "no checkpoint 'e010'",
-        "prompts is 'evil'",
-        "min_tau 8.5 can't be reached",
-    )
-    assert all(text in found for text in expected), found
 
 
 @pytest.mark.parametrize("ttt_steps", [1, 3, 5])

@@ -94,17 +94,11 @@ def choose_sizes(
         block_size=segment.block_size,
         mask_token_id=mask_token_id,
         feature_layers=tuple(segment.feature_layers or choose_block_feature_layers(*stored)),
-        sights=_choose_sights(segment),
+        sights=(Sight(segment.sliding_window, segment.sliding_window is not None),) * segment.layers,
         markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
         confidence_head=isinstance(segment, DsparkSegment),
         **({key: getattr(segment, key) for key in DFLASH2_SIZES} if isinstance(segment, Dflash2Segment) else {}),
     )
-
-
-def _choose_sights(segment: BlockSegment) -> tuple[Sight, ...]:
-    window, is_causal = segment.sliding_window, segment.is_causal
-    sight = Sight(window, window is not None if is_causal is None else is_causal)
-    return (sight,) * segment.layers
 
 
 def initialise_block_draft(config: BlockDraftConfig, seed: int) -> BlockDraft:
