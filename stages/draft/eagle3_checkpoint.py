@@ -124,9 +124,8 @@ def _choose_engine_default(num_layers: int) -> list[int]:
     if default != eagle3_default:
         raise ValueError(
             f"no {LAYER_IDS_KEY}, and EAGLE-3's own layers are 2, n//2 and n-3, which of this target's {num_layers} blocks are "
-            f"{', '.join(map(str, default))}; expected three in increasing order, since SGLang and vLLM capture each once and in "
-            "the blocks' order. Write the streams that the draft was trained on into that key, at the top level, each by the "
-            f"block that it enters, for example {eagle3_default}; or choose another draft"
+            f"{', '.join(map(str, default))}; expected three in increasing order. Write those that the draft was trained on into "
+            f"that key, for example {eagle3_default}, or choose another draft"
         )
     return default
 

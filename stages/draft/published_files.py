@@ -211,7 +211,7 @@ def unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
         raise ValueError(
             f"{folder}, by config.json and model.safetensors, holds "
             f"{', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes)) or 'no weights'}, expected float32, "
-            "bfloat16 or float16; a quantised draft can't be trained or replayed: choose the plain one"
+            "bfloat16 or float16; choose the plain one of a quantised draft"
         )
     widest = reduce(torch.promote_types, dtypes)
     for name in weights:
@@ -232,8 +232,7 @@ def select_feature_layers(source_name: str, lists: Mapping[str, list[int]]) -> t
     if any(ids != layers for _, ids in other_lists):
         raise ValueError(
             f"{source_name} lists feature layers twice, {' and '.join(lists)}: these are the streams entering blocks "
-            f"{' and '.join(map(str, lists.values()))}, expected one list: engines would run different drafts; keep the key by "
-            "which it was trained"
+            f"{' and '.join(map(str, lists.values()))}, expected one list; keep the key by which it was trained"
         )
     if layers != sorted(set(layers)):
         raise ValueError(

@@ -120,8 +120,7 @@ def check_target_path(params: Params) -> None:
         known = [path.as_posix() for path in parent.iterdir() if path.is_dir() or is_file] if parent.is_dir() else []
         raise ValueError(
             f"{PARAMS_FILE}: target.model is {model}, expected a {'file' if is_file else 'folder'}, found none "
-            f"there{suggest_name(model, known)}; "
-            f"correct the path (~ is not expanded), or name a Hugging Face id (owner/name) or builtin/weather-tiny"
+            f"there{suggest_name(model, known)}; correct the path (~ is not expanded), or name a Hugging Face id (owner/name)"
         )
 
 
@@ -267,8 +266,8 @@ def check_sliding_window(params: Params, window: int) -> None:
     if long := [f"{key} {length}" for key, length in wanted_lengths.items() if length >= window]:
         raise ValueError(
             f"{PARAMS_FILE}: layers of target.model {params.target.model} see {window} tokens (sliding_window), expected prompts "
-            f"and answers of the torch engine within them, found {', '.join(long)}; lower that, or take the workload out of "
-            "benchmark.torch_workloads and measure it on SGLang or vLLM (benchmark_served), or take another target"
+            f"and answers of the torch engine within them, found {', '.join(long)}; lower that, or measure the workload by "
+            "benchmark_served"
         )
 
 
@@ -288,8 +287,7 @@ def check_drawn_tokens(params: Params, difference: str) -> None:
     if drawn:
         raise ValueError(
             f"{PARAMS_FILE}: {', '.join(drawn)} above 0, expected 0: {difference}. The class caps its logits, and the torch "
-            "engine and replay would draw by logits without, another distribution. Set 0 there, or take the workload out "
-            "of benchmark.torch_workloads and measure it on SGLang or vLLM (benchmark_served)"
+            "engine and replay would draw by logits without; set 0, or measure the workload by benchmark_served"
         )
 
 

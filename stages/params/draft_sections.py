@@ -83,8 +83,7 @@ class InitDraft(Section):
             key = "is" if self.feature_layers else "is null, which means EAGLE-3's"
             raise ValueError(
                 f"params.yaml: init_draft.feature_layers {key} {chosen}, expected three of target.feature_layers {stored}: "
-                f"add {', '.join(map(str, missing))} to target.feature_layers ({sorted({*stored, *chosen})}), or name three "
-                "of these"
+                f"add {', '.join(map(str, missing))} there ({sorted({*stored, *chosen})}), or name three of these"
             )
         return chosen
 

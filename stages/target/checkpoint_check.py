@@ -62,8 +62,7 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
     if problems:
         raise ValueError(
             f"{key}: its files of weights {'; '.join(problems)}. Expected exactly the tensors of its config.json: save the model "
-            "again with save_pretrained (a prefix as _orig_mod. is torch.compile's: save the module inside), or correct the "
-            "config"
+            "again with save_pretrained (with a prefix _orig_mod. the module inside), or correct the config"
         )
     if broken := _find_broken(folder):
         raise ValueError(
@@ -119,6 +118,5 @@ def check_end_tokens(model: str, vocab_size: int, eos_token_ids: list[int]) -> N
     if wrong := [token for token in eos_token_ids if not 0 <= token < vocab_size]:
         raise ValueError(
             f"params.yaml: target.model {model}: eos_token_id is {', '.join(map(str, wrong))}, expected ids below "
-            f"{vocab_size}, the size of its vocabulary; correct eos_token_id in its "
-            "generation_config.json and config.json, its tokenizer's eos_token, or the chat template, which closes answers by it"
+            f"{vocab_size}, the size of its vocabulary; correct its generation_config.json, config.json, tokenizer or template"
         )

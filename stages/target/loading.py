@@ -73,8 +73,7 @@ def check_attention(config: PretrainedConfig, name: str) -> None:
         return
     raise ValueError(
         f"params.yaml: target.model {name} is a {config.model_type}, whose attention scaled_dot_product_attention can't compute "
-        "(capped logits as Gemma 2's, or sinks as gpt-oss'), expected a class that it can: sampling, hidden states and the torch "
-        "engine use it. Take another target, as Llama, Qwen2, Qwen3 or Gemma 3"
+        "(capped logits as Gemma 2's, or sinks as gpt-oss'); take another target, as Llama, Qwen2, Qwen3 or Gemma 3"
     )
 
 

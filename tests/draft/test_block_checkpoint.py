@@ -82,7 +82,7 @@ def test_each_missing_unknown_or_misshapen_tensor_is_named(method: str, tmp_path
         ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window None and use_sliding_window False"),
         ("dflash", {"dflash_config": {"mask_token_id": 22, "target_layer_ids": [0, 1, 2, 3, 4], "causal": True}}, "causal"),
         ("dflash", {"dflash_config": {"mask_token_id": 22, "target_layer_ids": [0, 1, 2, 4, 3]}}, "strictly increasing"),
-        ("dflash", {"dflash_config": {"mask_token_id": 22, "target_layer_ids": [0, 1, 2, 3, 7]}}, "expected at most 6"),
+        ("dflash", {"dflash_config": {"mask_token_id": 22, "target_layer_ids": [0, 1, 2, 3, 7]}}, "layer 8, expected at most 7"),
         ("dflash", {"dflash_config": {"mask_token_id": 23, "target_layer_ids": [0, 1, 2, 3, 4]}}, "mask_token_id is 23"),
         ("dflash", {"dflash_config": {"target_layer_ids": [0, 1, 2, 3, 4]}}, "lacks 'mask_token_id'"),
     ],

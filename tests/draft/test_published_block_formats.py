@@ -226,7 +226,7 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
         r"architectures \['DFlashDraftModel'\], projector_type 'dspark', expected one of .*, and one method"),
     "DSpark called DFlash": (
         "dspark", DEEP, {"architectures": ["DFlashDraftModel"]}, keep,
-        "markov_rank is 3, expected none for .*: a Markov head is DSpark's"),
+        "markov_rank is 3, expected none for .*; where it is a DSpark draft"),
     # Markov heads
     "no Markov weights": (
         "dspark", DEEP, {}, drop_markov,
@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
         "block_size 4 and dflash_config.block_size 16, expected one value"),
     "a wider block than was trained": (
         "dflash", SP, {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}}, keep,
-        "speculative_tokens is 4, expected at most 3, the drafts of a block of 4 of the method dflash: a wider block than the"),
+        "speculative_tokens is 4, expected at most 3, the drafts of a block of 4 of the method dflash"),
     "RoPE on three axes": (
         "dflash", ZLAB, {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, keep,
         "expected RoPE on one axis"),

@@ -268,8 +268,7 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
     if (last := nested["target_layer_ids"][-1]) > config["num_target_layers"] - 2:
         raise ValueError(
             f"the draft reads feature layer {last + 1}, expected at most {config['num_target_layers'] - 1}, which enters the "
-            f"target's last layer: engines don't agree on the features after that one, and SGLang captures none (in config.json "
-            f"target_layer_ids end with {last}, expected at most {config['num_target_layers'] - 2})"
+            f"target's last layer (in config.json target_layer_ids end with {last})"
         )
     return parsed
 

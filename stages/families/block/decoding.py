@@ -87,9 +87,8 @@ class BlockMethod(DraftingMethod):
         check_block_tree(tree, config.vocab_size, config.num_drafts, config.selector_top_k)
         if draft_temperature is not None and tree.topk > 1:
             raise ValueError(
-                f"{tree.name}: topk is {tree.topk} and drafts are to be sampled (benchmark.draft_sampling: sampled), expected a "
-                "chain: only of chains is a draft verified by the ratio of both probabilities; set it to greedy, or take "
-                f"t{tree.num_steps}_1_{tree.num_steps + 1}"
+                f"{tree.name}: topk is {tree.topk} and benchmark.draft_sampling sampled, expected a chain; set it to greedy, or "
+                f"take t{tree.num_steps}_1_{tree.num_steps + 1}"
             )
         self.drafter, self.tree, self.draft_temperature = drafter, tree, draft_temperature
         self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens

@@ -40,9 +40,8 @@ class Eagle3Drafter(Drafter):
         """Raise ValueError for sampled drafts, which EAGLE-3's trees don't have."""
         if draft_temperature is not None:
             raise ValueError(
-                "drafts are to be sampled (benchmark.draft_sampling: sampled) and the draft is EAGLE-3's, expected a block "
-                f"draft, {list_titles()}: only their chains are verified by the ratio of both probabilities; set it to "
-                "greedy, or take a block checkpoint"
+                f"benchmark.draft_sampling is sampled and the draft is EAGLE-3's, expected a block draft, {list_titles()}; set "
+                "it to greedy"
             )
         return Eagle3Method(self, shape)
 
