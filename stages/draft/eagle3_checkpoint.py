@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from stages.draft import rotary
-from stages.draft.checkpoint import find_shape_problem, read_draft, write_draft
+from stages.draft.checkpoint import find_shape_problem, locate_checkpoint, read_draft, write_draft
 from stages.draft.eagle3_config import SIZE_KEYS, DraftConfig
+from stages.params.section import ROOT_CHECKPOINT
 from stages.target.feature_layers import (
     NUM_EAGLE3_FEATURES,
     default_eagle3_feature_layers,
@@ -151,6 +152,11 @@ def read_eagle3_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[
     Raises ValueError that names missing, unknown or misshapen tensors.
     """
     return read_draft(folder, made_by, "EAGLE-3 draft", find_draft_problem, _add_whole_vocabulary)
+
+
+def read_root_draft() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and the tensors of e000, from which all drafts take sizes. Raises as `read_eagle3_draft`."""
+    return read_eagle3_draft(locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}")
 
 
 def _add_whole_vocabulary(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -24,7 +24,6 @@ from stages.families.static_tree import StaticTree, select_best_branches
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params import schema
 from stages.params.families import Segment
-from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
 from stages.runtime import distributed
 from stages.target.manifest import TargetManifest
@@ -91,9 +90,7 @@ class RankedTraining(DraftTraining):
 
     def initialise(self, name: str, params: schema.Params, target: TargetManifest, head: Tensor) -> LoadedDraft:
         """The sizes and the vocabulary are those of e000."""
-        config, root = eagle3_checkpoint.read_eagle3_draft(
-            checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
-        )
+        config, root = eagle3_checkpoint.read_root_draft()
         settings = params.train_draft
         config = self.build_config(settings.checkpoints[name], DraftConfig.from_json(config), settings.dtype)
         module = self.draw_module(config, head, root, settings.seed, target.logits_scale)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from stages.params.families import BUILTIN, EAGLE3, FAMILIES, AnySegment, DraftFamily, Segment, find_builtin
+from stages.params.families import BUILTIN, FAMILIES, AnySegment, DraftFamily, Segment, find_builtin
 from stages.params.section import (
     ROOT_CHECKPOINT,
     Count,
@@ -206,7 +206,7 @@ class TrainDraft(Section):
         return [
             name
             for name, segment in self.checkpoints.items()
-            if segment.from_ == ROOT_CHECKPOINT and segment.family.is_replayed and segment.family is not EAGLE3
+            if segment.from_ == ROOT_CHECKPOINT and segment.family.is_replayed and not segment.family.has_root
         ]
 
     def count_epochs(self, name: str) -> int:

@@ -68,9 +68,7 @@ class BlockSegment(Segment):
     anchors: Count  # most blocks of a pack that one step trains
     feature_layers: FeatureLayers | None = None  # None: the published five if stored, else all stored ones
     decay: Positive | None = None  # of draft d's weight, exp(-d / decay); None: that of the method's authors
-    sliding_window: Count | None = (
-        None  # positions up to its own that a slot sees in every layer; None: all, later ones too
-    )
+    sliding_window: Count | None = None  # positions up to its own that a slot sees; None: all, later ones too
 
     @property
     def num_drafts(self) -> int:
@@ -122,6 +120,7 @@ class DraftFamily:
     # of a block: the slot that predicts the first draft, 1 where slots predict themselves
     first_slot: int | None = None
     is_replayed: bool = True  # by replay_trees; time_trees and servers run it too
+    has_root: bool = False  # e000 is one of its drafts, and the others start from it
     samples_drafts: bool = False  # its chains can be drawn, and verified by the ratio of both probabilities
 
     @property
@@ -150,7 +149,7 @@ def _block(name: str, title: str, segment: type[Segment], architecture: str, fir
     )  # fmt: skip
 
 
-EAGLE3 = DraftFamily("eagle3", "EAGLE-3", "eagle3.{}", Segment)
+EAGLE3 = DraftFamily("eagle3", "EAGLE-3", "eagle3.{}", Segment, has_root=True)
 DFLASH = _block("dflash", "DFlash", BlockSegment, "DFlashDraftModel", 1)
 DFLASH2 = _block("dflash2", "DFlash2", Dflash2Segment, "DFlash2DraftModel", 1)
 DSPARK = _block("dspark", "DSpark", DsparkSegment, "Qwen3DSparkModel", 0)

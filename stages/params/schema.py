@@ -17,7 +17,7 @@ from stages.params.benchmark_sections import Benchmark, BenchmarkServed, Serving
 from stages.params.cell_trees import LeftOutTree, check_cell_trees, list_left_out_trees
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.families import EAGLE, EAGLE3, SEGMENT_TAG, TRAINABLE, DraftKind, list_titles
+from stages.params.families import EAGLE, SEGMENT_TAG, TRAINABLE, DraftKind, list_titles
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import (
@@ -253,7 +253,7 @@ class Params(Section):
             return name
         while (parent := trained[name].from_) != ROOT_CHECKPOINT:
             name = parent
-        return name if trained[name].family is not EAGLE3 else ROOT_CHECKPOINT
+        return ROOT_CHECKPOINT if trained[name].family.has_root else name
 
 
 def check_initial(params: Params, name: str) -> None:

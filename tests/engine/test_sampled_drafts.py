@@ -191,11 +191,11 @@ def test_answers_have_the_targets_own_probabilities(method: str, how: str, tree)
 def test_trees_and_eagle3_have_no_sampled_drafts() -> None:
     how = make_sampling("hot", 1)
     with pytest.raises(
-        ValueError, match=r"t3_2_6: topk is 2 and drafts are to be sampled .* expected a chain.* take t3_1_4"
+        ValueError, match=r"t3_2_6: topk is 2 and benchmark.draft_sampling sampled, expected a chain.* take t3_1_4"
     ):
         decode(make_engine("dspark"), how, tree=TreeShape(3, 2, 6))
     draft = Eagle3Draft(replace(CONFIG, vocab_size=V, draft_vocab_size=V)).requires_grad_(False)
     engine = build_engine(small_target(V, 1), [], FEATURES, draft)
-    with pytest.raises(ValueError, match=r"drafts are to be sampled .* the draft is EAGLE-3's, expected a block"):
+    with pytest.raises(ValueError, match=r"draft_sampling is sampled and the draft is EAGLE-3's, expected a block"):
         decode(engine, how)
     assert decode(engine, SamplingParams(*HOW["hot"], 1))
