@@ -252,11 +252,6 @@ def check_segment_layers(params: Params, stored: list[int]) -> None:
             )
 
 
-def inherits_rope(params: Params) -> bool:
-    """Return whether a new draft is made with its target's RoPE: the file of draft_config_path may give it another."""
-    return params.init_draft.makes_fresh_draft and params.init_draft.draft_config_path is None
-
-
 def check_sliding_window(params: Params, window: int) -> None:
     """Raise ValueError where the torch engine is to decode more tokens than layers of the target see."""
     wanted_lengths = {"time_trees.context": params.time_trees.context}
