@@ -12,7 +12,7 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from stages.draft.block_draft import BlockDraft, BlockDraftConfig
+from stages.families.block.model import BlockDraft, BlockDraftConfig
 from stages.families.block.objective import BlockPack, BlockTrainingObjective
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.reproduce.block_flop import BlockFlop, BlockWork

@@ -11,20 +11,6 @@ from stages.params.schema import Params
 from stages.params.section import PARAMS_FILE
 from stages.params.target_files import GGUF_SUFFIX
 
-TARGET_FILE = Path("artifacts/target/target.json")
-
-
-def check_mask_tokens(params: Params, file: Path = PARAMS_FILE) -> None:
-    """Raise ValueError for a mask token that texts use, or outside of the embedding; `file` holds the parameters.
-
-    Nothing is started where no segment names a mask token, or the target is not here yet: prepare_target then checks.
-    """
-    segments = params.train_draft.checkpoints.values()
-    names_one = any(getattr(segment, "mask_token_id", None) is not None for segment in segments)
-    if not names_one or not TARGET_FILE.exists():
-        return
-    _run_check("stages.draft.named_mask_tokens", file)
-
 
 def check_target_config(params: Params, file: Path = PARAMS_FILE) -> None:
     """Raise ValueError for a target that prepare_target refuses by its config or GGUF file; `file` holds the parameters.

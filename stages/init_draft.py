@@ -15,7 +15,7 @@ from stages.draft import checkpoint, config_override, eagle3_checkpoint, publish
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import format, reader
-from stages.params import checks, schema, stage_inputs
+from stages.params import schema, stage_inputs
 from stages.params.draft_sections import LEAST_COVERAGE
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic
@@ -29,7 +29,6 @@ HIDDENS, REPORTS_FOLDER = Path("data/hiddens"), Path("results/train")
 def main(name: str = ROOT_CHECKPOINT) -> None:
     params = stage_inputs.read_params("init_draft", name)
     target_manifest = manifest.read_manifest()
-    checks.check_draft_vocab(params, target_manifest.vocab_size)
     counts = {split: _count_tokens(split, target_manifest.vocab_size) for split in ("train", "eval")}
     if params.init_draft.from_:
         draft, layers = _load_published_draft(params, target_manifest)
@@ -116,7 +115,9 @@ def infer_config(params: schema.Params, target_manifest: TargetManifest) -> Draf
         max_position_embeddings=_choose_max_positions(params, target_manifest.max_position_embeddings),
         rms_norm_eps=target_manifest.rms_norm_eps,
         rope=target_manifest.rope,
-        **_list_options(params),
+        fc_norm=init.fc_norm,
+        norm_output=init.norm_output,
+        sliding_window=init.sliding_window,
     )
     return _override_config(params, target_manifest, choose_feature_layers(params, target_manifest), inferred)
 
@@ -132,7 +133,7 @@ def choose_feature_layers(params: schema.Params, target_manifest: TargetManifest
 def _load_published_draft(params: schema.Params, target_manifest: TargetManifest) -> tuple[Eagle3Draft, list[int]]:
     """Return a published draft in float32, with its own vocabulary, and its feature layers.
 
-    Raises ValueError where params.yaml has other sizes or norms than its weights.
+    Raises ValueError where draft_config_path has other sizes than its weights.
     """
     init = params.init_draft
     name = init.from_
@@ -145,35 +146,18 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     for note in published.notes:
         print(f"note: {note}")
     given = DraftConfig.from_json(published.config)
-    _check_agreement("draft_vocab_size", init.draft_vocab_size, given.draft_vocab_size)
-    _check_agreement("intermediate_size", init.intermediate_size, given.intermediate_size)
-    for key, requested in _list_options(params).items():
-        if key != "sliding_window":  # has no weights, so training may add or drop it
-            _check_agreement(key, requested, getattr(given, key))
     max_positions = _choose_max_positions(params, given.max_position_embeddings)
     inferred = replace(given, max_position_embeddings=max_positions, sliding_window=init.sliding_window)
     layers = eagle3_checkpoint.read_feature_layers(published.config, target_manifest.num_layers)
-    _check_agreement("feature_layers", init.feature_layers, layers)
     config = _override_config(params, target_manifest, layers, inferred)
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
-        _check_agreement(f"draft_config_path: {key}", getattr(config, key), getattr(given, key))
+        if (wanted := getattr(config, key)) != (found := getattr(given, key)):
+            raise ValueError(
+                f"params.yaml: init_draft.draft_config_path: {key} is {wanted}, but {found} in the weights of init_draft.from"
+            )
     draft = Eagle3Draft(config)
     draft.load_state_dict(published.tensors)
     return draft, layers
-
-
-def _check_agreement(key: str, requested: Any, found: Any) -> None:
-    """Raise ValueError where a parameter is neither null nor the value of the published draft."""
-    if requested not in (None, found):
-        raise ValueError(
-            f"params.yaml: init_draft.{key} is {requested}, but the weights of init_draft.from have {found}; set it so"
-        )
-
-
-def _list_options(params: schema.Params) -> dict[str, Any]:
-    """Return the options of the draft under their names in DraftConfig."""
-    names = ("fc_norm", "norm_before_fc", "norm_output", "qk_norm", "sliding_window")
-    return {name: getattr(params.init_draft, name) for name in names}
 
 
 def _count_required_positions(params: schema.Params) -> int:
@@ -193,7 +177,7 @@ def _override_config(
     if path is None:
         return inferred
     fixed = build_config_json(inferred, layers, target_manifest)
-    return config_override.apply_override(config_override.read_override(Path(path)), inferred, fixed)
+    return config_override.override_config(Path(path), inferred, fixed)
 
 
 def build_config_json(config: DraftConfig, layers: list[int], target_manifest: TargetManifest) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 from transformers.utils import logging
 
-from stages.draft import named_mask_tokens, supported_targets
+from stages.draft import supported_targets
+from stages.families.block import mask_token
 from stages.params import checks, schema, target_files
 from stages.runtime import atomic, scratch
 from stages.target import (
@@ -54,7 +55,9 @@ def main() -> None:
         target = replace(target, template=template_facts.probe_template(tokenizer))
         target = replace(target, eos_token_ids=_unite_end_tokens(target, tokenizer))
         supported_targets.check_chat_template(p, tokenizer, target)
-        mask_tokens = named_mask_tokens.check_mask_tokens(p, tokenizer, target)
+        if blocks := p.train_draft.list_fresh_drafts():  # before hours of sampling
+            has_others = len(blocks) < len(p.train_draft.checkpoints)
+            print(mask_token.describe_mask_token(blocks, has_others, tokenizer, target))
         if not target.model.startswith("builtin/"):
             weights = manifest.resolve_weights_folder(target, folder)
             checkpoint_check.check_checkpoint(target.model, weights, p.target.trust_remote_code, target.lm_head_key)
@@ -62,7 +65,6 @@ def main() -> None:
         if target.chat_template is not None:  # for servers, --chat-template
             (folder / "chat_template.jinja").write_text(target.chat_template, encoding="utf-8")
         manifest.write_manifest(folder, target)
-    print(*mask_tokens, sep="\n", end="\n" if mask_tokens else "")
     if target.date:
         print(f"its chat template shows today's date: {target.date} in every prompt, on any day (target.json: date)")
     if target.template.hides:
@@ -110,7 +112,6 @@ def _make_builtin_target(p: schema.Params, folder: Path) -> None:
 
 def _train_builtin_target(p: schema.Params, name: str, folder: Path) -> None:
     model, tokenizer, training = _start_training(p, name, folder)
-    checks.check_draft_vocab(p, len(tokenizer))
     with tqdm(total=p.prepare_target.steps, desc="train the target", unit="step", mininterval=2) as bar:
         for _, loss in training:
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)

@@ -23,8 +23,8 @@ from stages.cells.record import DraftSampling
 from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.data import conversations, row_lengths
 from stages.draft import checkpoint
-from stages.families.draft_replay import DraftReplay, ExpectedCounts, build_replay, check_draft_fits
-from stages.families.family import load_draft
+from stages.families.draft_replay import DraftReplay, ExpectedCounts, build_replay
+from stages.families.family import check_draft_fits, load_draft
 from stages.hidden_states import format, reader
 from stages.params import schema, stage_inputs
 from stages.params.tree_sections import ReplayTrees
@@ -151,8 +151,7 @@ def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManif
     dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
     embedding, head = (t.to(p.target.device) for t in manifest.read_embedding_and_head(made))
     draft, settings = load_draft(p, name, made, head, dtype), p.replay_trees
-    sizes = draft.config["vocab_size"], draft.config["hidden_size"]
-    check_draft_fits(f"{checkpoint.locate_checkpoint(name)}/draft", *sizes, made.model, embedding)
+    check_draft_fits(f"{checkpoint.locate_checkpoint(name)}/draft", draft, made.model, embedding)
     replay = build_replay(draft, embedding.to(dtype), head.to(dtype), made, settings.tree_scoring)
     grid = settings.list_trees(replay.most_steps)
     traced = settings.list_traced_trees(grid)

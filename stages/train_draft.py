@@ -33,7 +33,7 @@ from stages.hidden_states import reader
 from stages.hidden_states.reader import EVAL_FOLDER, TRAIN_FOLDER, HiddenStatesReader
 from stages.params import schema, stage_inputs
 from stages.params.draft_sections import TrainDraft
-from stages.params.families import EAGLE3, Segment
+from stages.params.families import Segment
 from stages.params.section import ROOT_CHECKPOINT, get_named
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
@@ -99,7 +99,7 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
         with scratch.check_unfinished(work):
             draft, progress = read_draft(work)
             progress = replace(progress, epochs=read_log(work / "log.json", parent_stage))
-    elif segment.from_ == ROOT_CHECKPOINT and segment.family is not EAGLE3:
+    elif segment.from_ == ROOT_CHECKPOINT and not segment.family.has_root:
         draft = training.initialise(name, params, target_manifest, head)
         progress = TrainingProgress({})
     else:

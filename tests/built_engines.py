@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from stages.draft.block_draft import BlockDraft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.proposer import Drafter, DraftingMethod
 from stages.families.block.decoding import BlockDrafter
+from stages.families.block.model import BlockDraft
 from stages.families.eagle3.decoding import Eagle3Drafter
 
 LLAMA_CPP = Path(__file__).parents[1] / "serving-env/llama.cpp"

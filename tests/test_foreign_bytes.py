@@ -26,7 +26,8 @@ from stages import import_draft, init_draft, report
 from stages.cells.cell import Cell
 from stages.data import readers, row_cleaning
 from stages.data.tables.table_schema import load_table_file
-from stages.draft import block_checkpoint, eagle3_checkpoint, published_eagle3_formats
+from stages.draft import checkpoint, eagle3_checkpoint, published_eagle3_formats
+from stages.families.block.config import build_block_config, find_block_draft_problem
 from stages.hidden_states import reader, writer
 from stages.params import target_files
 from stages.params.schema import load_params, read_recipe
@@ -75,9 +76,9 @@ def own_eagle3(folder: Path) -> Read:
 
 def own_block(folder: Path) -> Read:
     draft, *_ = test_published_block_formats.original("dspark")
-    config = block_checkpoint.build_block_config(draft.config, test_published_block_formats.LAYERS, "float32")
-    block_checkpoint.write_block_draft(folder, config, dict(draft.state_dict()))
-    return lambda: block_checkpoint.read_block_draft(folder, "train_draft@d003")
+    config = build_block_config(draft.config, test_published_block_formats.LAYERS, "float32")
+    checkpoint.write_draft(folder, config, dict(draft.state_dict()), find_block_draft_problem)
+    return lambda: checkpoint.read_draft(folder, "train_draft@d003", "block draft", find_block_draft_problem)
 
 
 def hidden_states(folder: Path) -> Read:

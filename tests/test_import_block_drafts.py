@@ -16,9 +16,9 @@ from stages.cells import replay_records, timing_grid, training_records
 from stages.cells.cell import UNSUPPORTED, Cell
 from stages.cells.table import find_replayed_tau
 from stages.draft import checkpoint
-from stages.draft.block_draft import BlockDraft
 from stages.engines import registry
 from stages.engines.protocol import describe_draft
+from stages.families.block.model import BlockDraft
 from stages.measuring import server_setup
 from stages.params import schema
 from stages.params.families import BLOCKS

@@ -80,7 +80,7 @@ def test_a_draft_that_reads_layers_that_are_not_stored_is_refused_before_any_is(
     """init_draft would refuse it too, but after hours of sampling and extraction."""
     pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)), feature_layers=[1, 2, 4, 5, 6])
     with pytest.raises(
-        ValueError, match=r"init_draft\.feature_layers is null, which means EAGLE-3's \[2, 3, 4\], .*: add 3 to"
+        ValueError, match=r"init_draft\.feature_layers is null, which means EAGLE-3's \[2, 3, 4\], .*: add 3 there"
     ):
         prepare_target.main()
     assert not manifest.TARGET_FOLDER.exists()

@@ -234,7 +234,7 @@ def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("target: {modle: x}", "target.modle: unknown key"),
+        ("target: {modle: x}", "target: unknown key modle"),
         ("target", r"mine\.yaml: expected the sections target, prepare_target, .*; found 'target'"),
         ("benchmark: {checkpoints: [e077]}", "no checkpoint 'e077'"),
     ],

@@ -13,8 +13,9 @@ from transformers.generation.logits_process import TopPLogitsWarper
 
 from stages import replay_trees
 from stages.cells import replay_records
-from stages.draft import block_checkpoint, checkpoint
-from stages.draft.block_draft import BlockDraft
+from stages.draft import checkpoint
+from stages.families.block.config import build_block_config, find_block_draft_problem
+from stages.families.block.model import BlockDraft
 from stages.hidden_states import reader
 from stages.params.tree_shape import TreeShape
 from stages.target import manifest
@@ -43,8 +44,10 @@ def write_block(method: str, seed: int = 36, **options: Any) -> BlockDraft:
     layers = tuple(STORED[i] for i in PLACES)
     sizes = {"vocab_size": V, "mask_token_id": 7, "block_size": SLOTS, "feature_layers": layers, **options}
     draft = random_block_draft(seed, 0.5, torch.float32, **METHOD_OPTIONS[method], **sizes)[0]
-    config = block_checkpoint.build_block_config(draft.config, 8)
-    block_checkpoint.write_block_draft(checkpoint.locate_checkpoint(NAME), config, dict(draft.state_dict()))
+    config = build_block_config(draft.config, 8)
+    checkpoint.write_draft(
+        checkpoint.locate_checkpoint(NAME), config, dict(draft.state_dict()), find_block_draft_problem
+    )
     segment = {"from": "e000", "epochs": 1, "method": method, "layers": 2, "block_size": SLOTS, "anchors": 8}
     segment |= SEGMENT_KEYS[method]
     edit_params(Path(), {"train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}, NAME: segment}}})

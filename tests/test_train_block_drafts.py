@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 
 from stages import extract_hiddens, init_draft, train_draft
 from stages.data import row_lengths
-from stages.draft import block_checkpoint, checkpoint, mask_token
-from stages.draft.block_draft import BlockDraft
+from stages.draft import checkpoint
+from stages.families.block import mask_token
 from stages.families.block import objective as block_training
+from stages.families.block.config import find_block_draft_problem, parse_block_config
+from stages.families.block.model import BlockDraft
 from stages.families.block.objective import BlockTrainingObjective
 from stages.hidden_states import reader
 from stages.params import schema
@@ -127,8 +129,10 @@ def build_trainer(name: str, dtype: str) -> tuple[Trainer, reader.HiddenStatesRe
     settings = params.train_draft.model_copy(update={"dtype": dtype})
     segment = settings.checkpoints[name]
     assert isinstance(segment, BlockSegment)
-    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint(name), "a test")
-    draft = BlockDraft(block_checkpoint.parse_block_config(config))
+    config, _ = checkpoint.read_draft(
+        checkpoint.locate_checkpoint(name), "a test", "block draft", find_block_draft_problem
+    )
+    draft = BlockDraft(parse_block_config(config))
     draw = torch.Generator().manual_seed(8)
     for parameter in draft.parameters():
         noise = torch.randn(parameter.shape, generator=draw)
@@ -243,18 +247,16 @@ TARGET: Any = SimpleNamespace(vocab_size=20, eos_token_ids=[2, 3])
 
 
 @pytest.mark.parametrize(
-    ("requested", "tokenizer", "expected"),
+    ("tokenizer", "expected"),
     [
-        (None, tokens(17, pad=0), 17),  # the first unused row, as Qwen3's 151669
-        (None, tokens(20, (5, 9), pad=0), 5),
-        (None, tokens(20, pad=0), 0),
-        (None, tokens(20, pad=0, mask=7), 7),
-        (18, tokens(17, pad=0), 18),
-        (0, tokens(17, pad=0), 0),
+        (tokens(17, pad=0), 17),  # the first unused row, as Qwen3's 151669
+        (tokens(20, (5, 9), pad=0), 5),
+        (tokens(20, pad=0), 0),
+        (tokens(20, pad=0, mask=7), 7),
     ],
 )
-def test_the_mask_token_is_one_that_no_text_uses(requested: int | None, tokenizer: Any, expected: int) -> None:
-    assert mask_token.choose_mask_token(requested, tokenizer, TARGET) == expected
+def test_the_mask_token_is_one_that_no_text_uses(tokenizer: Any, expected: int) -> None:
+    assert mask_token.choose_mask_token(tokenizer, TARGET) == expected
 
 
 def test_a_target_without_a_spare_row_has_a_special_token_that_no_text_uses() -> None:
@@ -262,17 +264,12 @@ def test_a_target_without_a_spare_row_has_a_special_token_that_no_text_uses() ->
     tokenizer, eos = chat_templates.tokenizer("qwen2.5")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<repo_name>", "<|reserved_3|>", "<file_sep>"]})
     target: Any = SimpleNamespace(vocab_size=len(tokenizer), eos_token_ids=eos, image_token_id=None)
-    names = ("<|reserved_3|>", "<file_sep>", "<repo_name>", "<|im_start|>")
-    reserved, last, other, header = map(tokenizer.convert_tokens_to_ids, names)
-    assert mask_token.choose_mask_token(None, tokenizer, target) == reserved
-    assert mask_token.choose_mask_token(None, tokenizer, target, held={reserved}) == last  # a training row has it
-    assert mask_token.choose_mask_token(other, tokenizer, target) == other
-    with pytest.raises(ValueError, match="'<repo_name>', which training rows hold; expected"):
-        mask_token.choose_mask_token(other, tokenizer, target, held={other})
-    with pytest.raises(ValueError, match="mask_token_id is null"):
-        mask_token.choose_mask_token(None, tokenizer, target, held={reserved, last, other})
-    with pytest.raises(ValueError, match=r"the token '<\|im_start\|>'"):  # the chat template writes it
-        mask_token.choose_mask_token(header, tokenizer, target)
+    names = ("<|reserved_3|>", "<file_sep>", "<repo_name>")
+    reserved, last, other = map(tokenizer.convert_tokens_to_ids, names)
+    assert mask_token.choose_mask_token(tokenizer, target) == reserved
+    assert mask_token.choose_mask_token(tokenizer, target, held={reserved}) == last  # a training row has it
+    with pytest.raises(ValueError, match="needs a mask token"):  # the chat template writes all others
+        mask_token.choose_mask_token(tokenizer, target, held={reserved, last, other})
 
 
 def test_blocks_that_reach_beyond_the_positions_of_the_draft_are_refused(copy: Path) -> None:

@@ -4,7 +4,7 @@ What drafts of all kinds share; `draft/` is written and read by `Files` of a fam
 optimizer moments as safetensors, in shards where they are large, and the training progress as JSON.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,45 @@ STATE_FILES, STATE_INDEX = "optimizer{suffix}.safetensors", "optimizer.safetenso
 def locate_checkpoint(name: str) -> Path:
     """Return the folder of a checkpoint, which holds `draft/` and `state/`."""
     return DRAFTS_FOLDER / name
+
+
+FindProblem = Callable[[dict[str, Any], dict[str, Tensor]], str]  # of config.json and tensors; "" for none
+
+
+def write_draft(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    find_problem: FindProblem,
+    left_out: Collection[str] = (),
+) -> None:
+    """Write `folder`/draft atomically, without the tensors `left_out`. Raises AssertionError for what an engine would misread."""
+    assert not (problem := find_problem(config, tensors) or find_nonfinite_values(tensors)), problem
+    with atomic.write_folder(folder / "draft") as temporary:
+        atomic.write_json(temporary / "config.json", config)
+        written = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in left_out}
+        save_file(written, temporary / "model.safetensors", {"format": "pt"})
+
+
+def read_draft(
+    folder: Path,
+    made_by: str,
+    kind: str,
+    find_problem: FindProblem,
+    complete: Callable[[dict[str, Any], dict[str, Tensor]], None] = lambda config, tensors: None,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and the tensors of `folder`/draft, to which `complete` adds what is left out of files.
+
+    Raises BrokenArtifactError, a ValueError that names what is missing, unknown or misshapen.
+    """
+    config, tensors = read_config(folder, made_by), read_tensors(folder / "draft" / "model.safetensors", made_by)
+    complete(config, tensors)
+    if problem := find_problem(config, tensors):
+        raise atomic.BrokenArtifactError(
+            f"{folder}/draft is no {kind}: {problem}, by config.json and model.safetensors",
+            atomic.format_rerun_hint(made_by),
+        )
+    return config, tensors
 
 
 def write_state(folder: Path, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:

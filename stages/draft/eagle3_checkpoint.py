@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from stages.draft import rotary
-from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_config, read_tensors
+from stages.draft.checkpoint import find_shape_problem, locate_checkpoint, read_draft, write_draft
 from stages.draft.eagle3_config import SIZE_KEYS, DraftConfig
-from stages.runtime import atomic
+from stages.params.section import ROOT_CHECKPOINT
 from stages.target.feature_layers import (
     NUM_EAGLE3_FEATURES,
     default_eagle3_feature_layers,
@@ -126,9 +125,8 @@ def _choose_engine_default(num_layers: int) -> list[int]:
     if default != eagle3_default:
         raise ValueError(
             f"no {LAYER_IDS_KEY}, and EAGLE-3's own layers are 2, n//2 and n-3, which of this target's {num_layers} blocks are "
-            f"{', '.join(map(str, default))}; expected three in increasing order, since SGLang and vLLM capture each once and in "
-            "the blocks' order. Write the streams that the draft was trained on into that key, at the top level, each by the "
-            f"block that it enters, for example {eagle3_default}; or choose another draft"
+            f"{', '.join(map(str, default))}; expected three in increasing order. Write those that the draft was trained on into "
+            f"that key, for example {eagle3_default}, or choose another draft"
         )
     return default
 
@@ -144,15 +142,8 @@ def write_eagle3_draft(folder: Path, config: dict[str, Any], tensors: dict[str, 
     The maps of a draft over the whole vocabulary are left out: vLLM (0.32, llama_eagle3.py) then knows no parameter of that
     name and does not start; SGLang takes ids as they are.
     """
-    assert not (problem := find_draft_problem(config, tensors) or find_nonfinite_values(tensors)), problem
     left_out = VOCABULARY_MAPS if config["draft_vocab_size"] == config["vocab_size"] else ()
-    with atomic.write_folder(folder / "draft") as temporary:
-        atomic.write_json(temporary / "config.json", config)
-        save_file(
-            {name: t.contiguous() for name, t in tensors.items() if name not in left_out},
-            temporary / "model.safetensors",
-            {"format": "pt"},
-        )
+    write_draft(folder, config, tensors, find_draft_problem, left_out)
 
 
 def read_eagle3_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -160,17 +151,19 @@ def read_eagle3_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[
 
     Raises ValueError that names missing, unknown or misshapen tensors.
     """
-    config = read_config(folder, made_by)
-    tensors = read_tensors(folder / "draft" / "model.safetensors", made_by)
+    return read_draft(folder, made_by, "EAGLE-3 draft", find_draft_problem, _add_whole_vocabulary)
+
+
+def read_root_draft() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and the tensors of e000, from which all drafts take sizes. Raises as `read_eagle3_draft`."""
+    return read_eagle3_draft(locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}")
+
+
+def _add_whole_vocabulary(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Add the maps that `write_eagle3_draft` leaves out."""
     size = len(tensors.get("lm_head.weight", ()))
     if size == config.get("vocab_size") and "d2t" not in tensors:
         tensors |= {"d2t": torch.zeros(size, dtype=torch.int64), "t2d": torch.ones(size, dtype=torch.bool)}
-    if problem := find_draft_problem(config, tensors):
-        raise atomic.BrokenArtifactError(
-            f"{folder}/draft is no EAGLE-3 draft: {problem}, by config.json and model.safetensors",
-            atomic.format_rerun_hint(made_by),
-        )
-    return config, tensors
 
 
 def find_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:

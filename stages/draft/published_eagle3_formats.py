@@ -54,8 +54,13 @@ def read_published_draft(
     `rope_theta` overrides the value of its config. Raises ValueError for sizes or feature layers that do not fit the
     target, for an unsupported architecture, and for missing or corrupt files.
     """
-    raw = _read_flat_config(folder)
-    _check_family(folder, raw)
+    # vLLM's default for a config of speculators is true
+    raw = published_files.read_flat_config(folder, {"norm_before_residual": True})
+    if published_files.is_block_config(raw):
+        raise ValueError(
+            f"{folder}/config.json: architectures is {raw.get('architectures')}, a block draft, expected an EAGLE-3 draft, from "
+            "which training can start; name it in import_draft.checkpoints"
+        )
     _check_architecture(folder, raw)
     notes: list[str] = []
     sizes, options = _read_sizes(folder, raw), _read_options(raw, notes)
@@ -91,20 +96,6 @@ def read_published_draft(
 
 
 # config.json
-
-
-def _read_flat_config(folder: Path) -> dict[str, Any]:
-    """Read config.json as one level; vLLM's default of norm_before_residual for a config of speculators is true."""
-    return published_files.read_flat_config(folder, {"norm_before_residual": True})
-
-
-def _check_family(folder: Path, raw: dict[str, Any]) -> None:
-    """Raise ValueError for a block draft, which has no initial checkpoint to start from."""
-    if published_files.is_block_config(raw):
-        raise ValueError(
-            f"{folder}/config.json: architectures is {raw.get('architectures')}, a block draft, expected an EAGLE-3 draft: block "
-            "drafts can be imported and measured, but training cannot start from them; name it in import_draft.checkpoints"
-        )
 
 
 def _check_architecture(folder: Path, raw: dict[str, Any]) -> None:

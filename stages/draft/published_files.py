@@ -1,6 +1,6 @@
 """The files of a published draft of any family: download, config.json, safetensors, RoPE and dtypes.
 
-What the names and keys mean is each family's own: published_eagle3_formats, and published_block_formats of block drafts.
+What the names and keys mean is each family's own: published_eagle3_formats, and families/block/published.py of block drafts.
 """
 
 import re
@@ -39,7 +39,7 @@ BLOCK_DRAFT_WORDS = re.compile("dflash|dspark|domino|lilicorr|xpress", re.IGNORE
 
 @dataclass(frozen=True)
 class PublishedDraft:
-    """A published draft in the format of `eagle3_checkpoint`, or of `block_checkpoint`."""
+    """A published draft in the format of `eagle3_checkpoint`, or of config.py."""
 
     config: dict[str, Any]  # config.json
     tensors: dict[str, Tensor]
@@ -211,7 +211,7 @@ def unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
         raise ValueError(
             f"{folder}, by config.json and model.safetensors, holds "
             f"{', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes)) or 'no weights'}, expected float32, "
-            "bfloat16 or float16; a quantised draft can't be trained or replayed: choose the plain one"
+            "bfloat16 or float16; choose the plain one of a quantised draft"
         )
     widest = reduce(torch.promote_types, dtypes)
     for name in weights:
@@ -232,8 +232,7 @@ def select_feature_layers(source_name: str, lists: Mapping[str, list[int]]) -> t
     if any(ids != layers for _, ids in other_lists):
         raise ValueError(
             f"{source_name} lists feature layers twice, {' and '.join(lists)}: these are the streams entering blocks "
-            f"{' and '.join(map(str, lists.values()))}, expected one list: engines would run different drafts; keep the key by "
-            "which it was trained"
+            f"{' and '.join(map(str, lists.values()))}, expected one list; keep the key by which it was trained"
         )
     if layers != sorted(set(layers)):
         raise ValueError(

@@ -33,9 +33,8 @@ def compute_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, fl
     if kind == "dynamic" and rope.get("alpha"):  # Hunyuan: one scaled base for all lengths
         return 1.0 / ((float(rope["rope_theta"]) * rope["alpha"] ** (head_dim / (head_dim - 2))) ** exponents), 1.0
     raise ValueError(
-        f"rope_type {kind!r} is not supported by a draft, expected default, linear, llama3, yarn, or dynamic with an alpha; of "
-        "an imported draft, choose another; of a target, give its draft RoPE of its own: init_draft.draft_config_path names "
-        "a JSON file in "
+        f"rope_type {kind!r} is not supported by a draft, expected default, linear, llama3, yarn, or dynamic with an alpha; "
+        "choose another draft, or give the target's one RoPE of its own: init_draft.draft_config_path names a JSON file in "
         f'draft_configs/ with {{"rope_theta": {rope["rope_theta"]}, "rope_scaling": null}}'
     )
 

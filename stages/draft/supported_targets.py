@@ -43,14 +43,15 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
     if state := layer_state.describe_other_state(config):
         raise ValueError(
             f"{PARAMS_FILE}: target.model {model} is a {config.model_type}, which keeps state other than keys and values of its "
-            f"own in {state}, expected keys and values alone in all layers: the torch engine, by which check_overfit, time_trees "
-            "and benchmark decode, can't take rejected drafts out of another state (linear attention, Mamba). Take another "
-            "target, as Llama, Qwen3, Mixtral or Gemma 3"
+            f"own in {state}: the torch engine can't take rejected drafts out of another state (linear attention, Mamba). Take "
+            "another target, as Llama, Qwen3, Mixtral or Gemma 3"
         )
-    checks.check_draft_vocab(params, config.get_text_config().vocab_size)
+    params.init_draft.choose_vocab_size(config.get_text_config().vocab_size)
     try:
         shapes = config_facts.read_config_facts(config)
-        if checks.inherits_rope(params):
+        if (
+            params.init_draft.makes_fresh_draft and params.init_draft.draft_config_path is None
+        ):  # which may give another
             rotary.check_rope(shapes["rope"], shapes["head_dim"])
     except ValueError as error:
         raise ValueError(f"{PARAMS_FILE}: target.model {model}: {error}") from None

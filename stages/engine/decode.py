@@ -61,7 +61,7 @@ from stages.engine.sampling import SamplingParams, TokenSampler, draw_draft_unif
 from stages.engine.slot_pool import SlotPool
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
-from stages.target.multimodal import ImagePatchesProtocol
+from stages.target.multimodal import ImagePatches
 from stages.trees import draft_tree
 from stages.trees.draft_tree import DraftTree
 
@@ -119,7 +119,7 @@ class Engine:
     # Decoding
 
     @torch.inference_mode()
-    def measure_margin(self, prompt: list[int], output: list[int], images: ImagePatchesProtocol | None = None) -> float:
+    def measure_margin(self, prompt: list[int], output: list[int], images: ImagePatches | None = None) -> float:
         """Return the gap between the target's two highest logits after `prompt` and `output`."""
         start, end = len(prompt), len(prompt) + len(output)
         with self.slots.take_slots(1, end, 0) as slot:
@@ -138,7 +138,7 @@ class Engine:
         self,
         prompt: list[int],
         max_new_tokens: int,
-        images: ImagePatchesProtocol | None = None,
+        images: ImagePatches | None = None,
         sampling: SamplingParams | None = None,
     ) -> Iterator[DecodeStep]:
         """Yield one token a step, until an end token or `max_new_tokens`; greedy without `sampling`."""
@@ -150,7 +150,7 @@ class Engine:
         prompt: list[int],
         max_new_tokens: int,
         tree: TreeShape,
-        images: ImagePatchesProtocol | None = None,
+        images: ImagePatches | None = None,
         sampling: SamplingParams | None = None,
     ) -> Iterator[DecodeStep]:
         """Yield prefill's token, then one step a cycle; greedy without `sampling`.

@@ -12,7 +12,7 @@ from torch import Tensor, cat
 from stages.engine.cuda_graphs import AsyncReadback, CudaGraphRunner
 from stages.engine.kv_cache import KVCache
 from stages.engine.sampling import SamplingParams
-from stages.target.multimodal import ImagePatchesProtocol
+from stages.target.multimodal import ImagePatches
 
 if TYPE_CHECKING:
     from stages.engine.proposer import DraftingMethod, Proposer
@@ -23,7 +23,7 @@ class DecodeRequest(NamedTuple):
 
     prompt: list[int]
     max_new_tokens: int
-    images: ImagePatchesProtocol | None = None
+    images: ImagePatches | None = None
     sampling: SamplingParams | None = None
 
     @property

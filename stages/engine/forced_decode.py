@@ -18,7 +18,7 @@ from stages.engine.decode import Engine
 from stages.engine.proposer import Drafter
 from stages.engine.sampling import TokenSampler
 from stages.params.tree_shape import TreeShape
-from stages.target.multimodal import ImagePatchesProtocol
+from stages.target.multimodal import ImagePatches
 from stages.trees import accept_length
 
 
@@ -34,7 +34,7 @@ class ForcedDecodingEngine(Engine):
 
 
 def measure_chain_tau(
-    engine: ForcedDecodingEngine, prompt: list[int], num_steps: int, images: ImagePatchesProtocol | None = None
+    engine: ForcedDecodingEngine, prompt: list[int], num_steps: int, images: ImagePatches | None = None
 ) -> float:
     """Return tau of chains of `num_steps` drafts along the answer. Raises ValueError where it exceeds the engine's capacity."""
     cycles = [*engine.decode_speculative(prompt, len(engine.answer), TreeShape(num_steps, 1, num_steps + 1), images)][

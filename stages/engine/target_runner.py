@@ -19,7 +19,7 @@ from stages.engine.slot_pool import SlotPool
 from stages.engine.target_kernels import FusedDecoder
 from stages.target.hooks import capture_residual_streams, tap_decoder_inputs
 from stages.target.layer_state import build_layer_masks
-from stages.target.multimodal import ImagePatchesProtocol, build_multimodal_inputs, build_pixel_kwargs, is_multimodal
+from stages.target.multimodal import ImagePatches, build_multimodal_inputs, build_pixel_kwargs, is_multimodal
 
 GROUPED_ATTENTION = "aerie_grouped"  # its name in transformers' registry
 
@@ -73,7 +73,7 @@ class TargetRunner:
         return FusedDecoder.build_if_supported(self.model, cache)
 
     def prefill(
-        self, slot: CacheSlots, prompt: list[int], images: ImagePatchesProtocol | None, layers: list[int]
+        self, slot: CacheSlots, prompt: list[int], images: ImagePatches | None, layers: list[int]
     ) -> PrefillOutput:
         """Read the whole prompt. Raises ValueError where it has not one token for each merged patch of its images."""
         ids = torch.tensor([prompt], device=self.device)
@@ -90,7 +90,7 @@ class TargetRunner:
         return PrefillOutput(hidden[0], embeds, positions, rope_offset, features)
 
     def _prefill_multimodal(
-        self, slot: CacheSlots, ids: Tensor, rows: Tensor, causal: Tensor, images: ImagePatchesProtocol | None
+        self, slot: CacheSlots, ids: Tensor, rows: Tensor, causal: Tensor, images: ImagePatches | None
     ) -> tuple[Tensor, Tensor, Tensor, int]:
         """Return the last hidden [1, T, H], and embeds, positions and rope_offset of `PrefillOutput`."""
         inputs = build_multimodal_inputs(self.model, ["the prompt"], [ids[0].cpu()], [images])

@@ -42,7 +42,7 @@ from stages.prompts import workload_prompts
 from stages.runtime import distributed
 from stages.runtime.distributed import RankContext
 from stages.target import head_check, loading, manifest, vision
-from stages.target.vision import ImagePatches
+from stages.target.multimodal import ImagePatches
 
 KINDS_BY_MODE = {"both": (PLAIN, SPECULATIVE), "eagle": (SPECULATIVE,), "baseline": (PLAIN,)}
 

@@ -55,15 +55,6 @@ class DraftReplay(ABC):
         raise NotImplementedError
 
 
-def check_draft_fits(name: str, vocab_size: int, hidden_size: int, model: str, embedding: Tensor) -> None:
-    """Raise ValueError for a draft of a target with another vocabulary or width; embedding [V, H] is the target's."""
-    if (vocab_size, hidden_size) != tuple(embedding.shape):
-        raise ValueError(
-            f"{name} is for a target of {vocab_size} tokens and width {hidden_size}, expected {model}'s {len(embedding)} and "
-            f"{embedding.shape[1]}; train or import a draft for this target"
-        )
-
-
 def build_replay(
     draft: LoadedDraft, embedding: Tensor, head: Tensor, target: TargetManifest, tree_scoring: str
 ) -> DraftReplay:

@@ -25,7 +25,7 @@ from stages.draft.eagle3 import (
     build_prefix_mask,
     compute_first_state,
 )
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3_config import SIZE_KEYS, DraftConfig
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput, compute_rope_positions
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.families import ranked_drafts
@@ -179,16 +179,11 @@ class EagleDrafter(Drafter):
 class EagleMethod(DraftingMethod):
     """An EAGLE draft with a static tree, or the shape of dynamic ones.
 
-    Raises ValueError where the tree, or the target's embedding, does not fit the draft.
+    Raises ValueError where the tree does not fit the draft.
     """
 
     def __init__(self, eagle: EagleDraft, embedding: Tensor, tree: StaticTree | TreeShape, tree_scoring: str):
         c = eagle.config
-        if (c.vocab_size, c.hidden_size) != tuple(embedding.shape):
-            raise ValueError(
-                f"this EAGLE draft is for a target of {c.vocab_size} tokens and width {c.hidden_size}; this target has "
-                f"{embedding.shape[0]} and {embedding.shape[1]}; train a draft for it"
-            )
         self.eagle, self.embedding, self.tree, self.tree_scoring = eagle, embedding, tree, tree_scoring
         if isinstance(tree, TreeShape):
             trees.check_tree(tree, c.vocab_size, c.sliding_window)
@@ -318,10 +313,11 @@ class Training(ranked_drafts.RankedTraining):
     """Eagle's start and objective."""
 
     files = Files
+    predict_top_tokens = staticmethod(predict_top_tokens)
 
     def build_config(self, segment: Segment, sizes: DraftConfig, dtype: str) -> dict[str, Any]:
         shared = ranked_drafts.list_shared_config("eagle", sizes, dtype)
-        layer = ranked_drafts.list_layer_config(sizes, shared)
+        layer = {key: getattr(sizes, key) for key in SIZE_KEYS if key not in shared}  # of e000's sizes
         rope = {"rope_parameters": sizes.rope, "model_type": "llama"}
         return {**shared, **layer, "draft_vocab_size": sizes.vocab_size, **rope}
 
@@ -333,11 +329,6 @@ class Training(ranked_drafts.RankedTraining):
     def count_measured_steps(self, config: dict[str, Any], ttt_steps: int) -> int:
         """Return the steps that EAGLE-3 trains."""
         return ttt_steps
-
-    def predict_top_tokens(
-        self, module: Any, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, steps: int, count: int
-    ) -> list[Tensor]:
-        return predict_top_tokens(module, pack, embedding, head, steps, count)
 
     def build_objective(
         self, draft: LoadedDraft, segment: Segment, settings: TrainDraft, logits_scale: float

@@ -106,6 +106,16 @@ def load_draft(
     return files.read(folder, made_by, target, head).freeze(head.device, dtype)
 
 
+def check_draft_fits(name: str, draft: LoadedDraft, model: str, embedding: Tensor) -> None:
+    """Raise ValueError for a draft of a target with another vocabulary or width; embedding [V, H] is that of `model`."""
+    sizes = draft.config["vocab_size"], draft.config["hidden_size"]
+    if sizes != tuple(embedding.shape):
+        raise ValueError(
+            f"{name} is for a target of {sizes[0]} tokens and width {sizes[1]}, expected {model}'s {len(embedding)} and "
+            f"{embedding.shape[1]}; train or import a draft for this target"
+        )
+
+
 def explain_unsupported(name: str, shape: TreeShape) -> str | None:
     """Return why a checkpoint's draft can't draft a shape, by its config.json alone; None if it can.
 

@@ -125,27 +125,13 @@ class MedusaDrafter(Drafter):
 
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> "MedusaMethod":
         tree = build_static_tree(shape, self.medusa.config["rank_accuracy"], "Medusa", self.embedding.device)
-        return MedusaMethod(self.medusa, tree, *reversed(self.embedding.shape))
+        return MedusaMethod(self.medusa, tree)
 
 
 class MedusaMethod(DraftingMethod):
-    """Trained Medusa heads and a static tree.
+    """Trained Medusa heads and a static tree."""
 
-    Raises ValueError where heads, tree and target do not fit each other.
-    """
-
-    def __init__(self, medusa: MedusaDraft, tree: StaticTree, hidden_size: int, vocab_size: int):
-        c = medusa.config
-        if (c["vocab_size"], c["hidden_size"]) != (vocab_size, hidden_size):
-            raise ValueError(
-                f"these Medusa heads are for a target of {c['vocab_size']} tokens and width {c['hidden_size']}; this target has "
-                f"{vocab_size} and {hidden_size}; train heads for it"
-            )
-        if tree.num_steps > c["heads"]:
-            raise ValueError(
-                f"the tree is {tree.num_steps} deep, expected at most {c['heads']}: a Medusa head guesses one depth; lower the "
-                "depth, or train more heads (train_draft.checkpoints)"
-            )
+    def __init__(self, medusa: MedusaDraft, tree: StaticTree):
         self.medusa, self.tree = medusa, tree
         self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens
         self.weight_bytes = sum(x.nbytes for x in medusa.state_dict().values())
@@ -200,6 +186,7 @@ class Training(ranked_drafts.RankedTraining):
     """Medusa's start and objective."""
 
     files = Files
+    predict_top_tokens = staticmethod(predict_top_tokens)
     tables = ("outs.",)
 
     def build_config(self, segment: Segment, sizes: DraftConfig, dtype: str) -> dict[str, Any]:
@@ -215,11 +202,6 @@ class Training(ranked_drafts.RankedTraining):
     def count_measured_steps(self, config: dict[str, Any], ttt_steps: int) -> int:
         heads: int = config["heads"]
         return heads
-
-    def predict_top_tokens(
-        self, module: Any, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, steps: int, count: int
-    ) -> list[Tensor]:
-        return predict_top_tokens(module, pack, embedding, head, steps, count)
 
     def build_objective(
         self, draft: LoadedDraft, segment: Segment, settings: TrainDraft, logits_scale: float

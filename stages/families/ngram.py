@@ -55,8 +55,7 @@ class PromptLookupProposer(HostProposer):
         return super().count_state_bytes(slots) + sum(8 * (len(ngram) + 1) for ngram in self.followers)
 
 
-class Files(HostFiles):
-    """A config.json."""
+Files = HostFiles  # a config.json
 
 
 def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str) -> Drafter:

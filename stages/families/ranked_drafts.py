@@ -9,25 +9,23 @@ Letters: L steps (EAGLE's chain, Medusa's heads), P supervised positions, V voca
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stages.draft import checkpoint, eagle3_checkpoint
-from stages.draft.eagle3_config import SIZE_KEYS, DraftConfig
+from stages.draft.eagle3_config import DraftConfig
 from stages.families.draft_training import DraftTraining
 from stages.families.family import DraftFiles, LoadedDraft
 from stages.families.static_tree import StaticTree, select_best_branches
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params import schema
 from stages.params.families import Segment
-from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
-from stages.runtime import atomic, distributed
+from stages.runtime import distributed
 from stages.target.manifest import TargetManifest
 from stages.training import ttt
 from stages.training.packs import PackLoader, plan_epoch
@@ -57,22 +55,13 @@ class RankedFiles(DraftFiles):
         return checkpoint.find_shape_problem(tensors, expected)
 
     def read(self, folder: Path, made_by: str, target: TargetManifest, head: Tensor) -> LoadedDraft:
-        config = checkpoint.read_config(folder, made_by)
-        tensors = checkpoint.read_tensors(folder / "draft" / "model.safetensors", made_by)
-        if wrong := self.find_problem(config, tensors):
-            raise atomic.BrokenArtifactError(
-                f"{folder}/draft is no draft of {self.facts.name}: {wrong}", atomic.format_rerun_hint(made_by)
-            )
+        config, tensors = checkpoint.read_draft(folder, made_by, f"draft of {self.facts.name}", self.find_problem)
         module = self.build_module(config, head, target.logits_scale)
         module.load_state_dict(tensors)
         return LoadedDraft(self.facts, module, config, target.feature_layers)
 
     def write(self, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        found = self.find_problem(config, tensors) or checkpoint.find_nonfinite_values(tensors)
-        assert not found, found
-        with atomic.write_folder(folder / "draft") as temporary:
-            atomic.write_json(temporary / "config.json", config)
-            save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors")
+        checkpoint.write_draft(folder, config, tensors, self.find_problem)
 
     def read_config(self, folder: Path, made_by: str) -> dict[str, Any]:
         raise AssertionError(f"no server runs {self.facts.title}")
@@ -82,6 +71,8 @@ class RankedTraining(DraftTraining):
     """The training of such a family."""
 
     files: type[RankedFiles]
+    # (draft, pack, embedding, head, steps, count) -> each step's `count` likeliest ids [P_k, count], given the row's own tokens
+    predict_top_tokens: Callable[[Any, ttt.TrainingPack, Tensor, Tensor, int, int], list[Tensor]]
 
     @abstractmethod
     def build_config(self, segment: Segment, sizes: DraftConfig, dtype: str) -> dict[str, Any]:
@@ -97,17 +88,9 @@ class RankedTraining(DraftTraining):
     def count_measured_steps(self, config: dict[str, Any], ttt_steps: int) -> int:
         """Return how many steps of guesses can be measured."""
 
-    @abstractmethod
-    def predict_top_tokens(
-        self, module: Any, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, steps: int, count: int
-    ) -> list[Tensor]:
-        """Return each step's `count` likeliest ids [P_k, count], given the row's own tokens before."""
-
     def initialise(self, name: str, params: schema.Params, target: TargetManifest, head: Tensor) -> LoadedDraft:
         """The sizes and the vocabulary are those of e000."""
-        config, root = eagle3_checkpoint.read_eagle3_draft(
-            checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
-        )
+        config, root = eagle3_checkpoint.read_root_draft()
         settings = params.train_draft
         config = self.build_config(settings.checkpoints[name], DraftConfig.from_json(config), settings.dtype)
         module = self.draw_module(config, head, root, settings.seed, target.logits_scale)
@@ -158,11 +141,6 @@ def list_shared_config(method: str, sizes: DraftConfig, dtype: str) -> dict[str,
     """Return the keys of config.json that both families have."""
     shared = {"method": method, "hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size}
     return shared | {"dtype": dtype, "rank_accuracy": None}
-
-
-def list_layer_config(sizes: DraftConfig, shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json of a layer with the sizes of e000's."""
-    return {key: getattr(sizes, key) for key in SIZE_KEYS if key not in shared}
 
 
 def build_static_tree(shape: TreeShape, accuracy: list[list[float]], title: str, device: torch.device) -> StaticTree:

@@ -49,17 +49,12 @@ def check_raw_exists(params: Params) -> None:
         raise ValueError(
             f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more} (docs/data.md)"
         )
-    if not fix.eval_names:
-        return
-    files, folder = _list_raw_files(raw), raw if raw.is_dir() else raw.parent
+    files = _list_raw_files(raw) if fix.eval_names else []
     for name in fix.eval_names:
         if not any(fits_file(name, file) for file in files):
-            inside = name.removeprefix(f"{folder.as_posix()}/")
-            is_inside = any(fits_file(inside, file) for file in files)
             raise ValueError(
                 f"{PARAMS_FILE}: fix_data.eval_file names {name}{suggest_name(name, files)}, expected the path of a file or a "
-                f"folder as seen from fix_data.raw, or a pattern of such paths, found {list_first(files, MAX_SHOWN_FILES)} in "
-                f"{raw}; {f'write {inside}' if is_inside else 'DVC tracks fix_data.raw, so put it there'}"
+                f"folder as seen from fix_data.raw, or a pattern, found {list_first(files, MAX_SHOWN_FILES)} in {raw}; correct it"
             )
 
 
@@ -125,8 +120,7 @@ def check_target_path(params: Params) -> None:
         known = [path.as_posix() for path in parent.iterdir() if path.is_dir() or is_file] if parent.is_dir() else []
         raise ValueError(
             f"{PARAMS_FILE}: target.model is {model}, expected a {'file' if is_file else 'folder'}, found none "
-            f"there{suggest_name(model, known)}; "
-            f"correct the path (~ is not expanded), or name a Hugging Face id (owner/name) or builtin/weather-tiny"
+            f"there{suggest_name(model, known)}; correct the path (~ is not expanded), or name a Hugging Face id (owner/name)"
         )
 
 
@@ -160,7 +154,7 @@ def check_vocab_of_target(params: Params) -> None:
     """Raise ValueError for a draft vocabulary larger than that of a target that is here."""
     is_trained = params.target.model.startswith("builtin/") and params.prepare_target.weights == "train"
     if not is_trained and (size := _find_number(params, "vocab_size")) is not None:
-        check_draft_vocab(params, size)
+        params.init_draft.choose_vocab_size(size)
 
 
 def list_remarks(params: Params) -> Iterator[str]:
@@ -247,16 +241,6 @@ def _find_number(params: Params, key: str) -> int | None:
     return number if isinstance(number, int) else None
 
 
-def check_draft_vocab(params: Params, vocab_size: int) -> None:
-    """Raise ValueError for a draft vocabulary larger than the target's."""
-    wanted = params.init_draft.draft_vocab_size
-    if wanted is not None and wanted > vocab_size:
-        raise ValueError(
-            f"{PARAMS_FILE}: init_draft.draft_vocab_size is {wanted}, but {params.target.model} has {vocab_size} tokens; "
-            f"use at most {vocab_size}, or null"
-        )
-
-
 def check_segment_layers(params: Params, stored: list[int]) -> None:
     """Raise ValueError where a draft is to be trained that reads feature layers which are not `stored`."""
     for name, segment in params.train_draft.checkpoints.items():
@@ -268,11 +252,6 @@ def check_segment_layers(params: Params, stored: list[int]) -> None:
             )
 
 
-def inherits_rope(params: Params) -> bool:
-    """Return whether a new draft is made with its target's RoPE: the file of draft_config_path may give it another."""
-    return params.init_draft.makes_fresh_draft and params.init_draft.draft_config_path is None
-
-
 def check_sliding_window(params: Params, window: int) -> None:
     """Raise ValueError where the torch engine is to decode more tokens than layers of the target see."""
     wanted_lengths = {"time_trees.context": params.time_trees.context}
@@ -282,8 +261,8 @@ def check_sliding_window(params: Params, window: int) -> None:
     if long := [f"{key} {length}" for key, length in wanted_lengths.items() if length >= window]:
         raise ValueError(
             f"{PARAMS_FILE}: layers of target.model {params.target.model} see {window} tokens (sliding_window), expected prompts "
-            f"and answers of the torch engine within them, found {', '.join(long)}; lower that, or take the workload out of "
-            "benchmark.torch_workloads and measure it on SGLang or vLLM (benchmark_served), or take another target"
+            f"and answers of the torch engine within them, found {', '.join(long)}; lower that, or measure the workload by "
+            "benchmark_served"
         )
 
 
@@ -303,8 +282,7 @@ def check_drawn_tokens(params: Params, difference: str) -> None:
     if drawn:
         raise ValueError(
             f"{PARAMS_FILE}: {', '.join(drawn)} above 0, expected 0: {difference}. The class caps its logits, and the torch "
-            "engine and replay would draw by logits without, another distribution. Set 0 there, or take the workload out "
-            "of benchmark.torch_workloads and measure it on SGLang or vLLM (benchmark_served)"
+            "engine and replay would draw by logits without; set 0, or measure the workload by benchmark_served"
         )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from stages.params.families import BUILTIN, EAGLE3, FAMILIES, AnySegment, DraftFamily, Segment, find_builtin
+from stages.params.families import BUILTIN, FAMILIES, AnySegment, DraftFamily, Segment, find_builtin
 from stages.params.section import (
     ROOT_CHECKPOINT,
     Count,
@@ -38,9 +38,7 @@ class InitDraft(Section):
     # a JSON file in draft_configs/ whose keys override those inferred from the target: docs/drafts.md
     draft_config_path: Annotated[str, Field(pattern=r"^draft_configs/[^/]+$")] | None = None
     fc_norm: bool = False  # EAGLE-3.1: norm each feature layer before the fusion; SGLang and vLLM load it
-    norm_before_fc: bool = False  # one norm of all three layers, as in gpt-oss drafts; SGLang and vLLM load it
     norm_output: bool = False  # EAGLE-3.1: a step passes its normed state to the next; SGLang and vLLM load it
-    qk_norm: bool = False  # norm queries and keys per head, as in Qwen3; only vLLM loads it
     sliding_window: Count | None = None  # positions that a draft step attends to, itself counted; null: all
     # a published draft to start from, a Hugging Face id or a folder; null: the target's head, other weights random from seed
     from_: Annotated[Source | None, Field(alias="from")] = None
@@ -51,10 +49,10 @@ class InitDraft(Section):
     def options_agree(self) -> "InitDraft":
         if self.revision is not None and self.from_ is None:
             raise ValueError(f"revision is {self.revision!r}, expected null while from is null; name the draft in from")
-        if self.qk_norm and self.sliding_window is not None:
+        own = ("draft_vocab_size", "intermediate_size", "feature_layers", "fc_norm", "norm_output")
+        if self.from_ is not None and (named := [key for key in own if getattr(self, key)]):
             raise ValueError(
-                f"qk_norm is true and sliding_window is {self.sliding_window}, expected one of the two: only vLLM loads drafts "
-                "with q/k norms, and it gives such a layer no window; set sliding_window to null, or qk_norm to false"
+                f"{named[0]} is {getattr(self, named[0])} while from names a published draft, which has its own; leave it out"
             )
         return self
 
@@ -64,7 +62,15 @@ class InitDraft(Section):
         return bool(self.checkpoints) and self.from_ is None
 
     def choose_vocab_size(self, target_vocab_size: int) -> int:
-        """Return the size of a new draft's vocabulary: that of params.yaml, else the usual one, or all where there are fewer."""
+        """Return the size of a new draft's vocabulary: that of params.yaml, else the usual one, or all where there are fewer.
+
+        Raises ValueError for more tokens than the target has.
+        """
+        if (self.draft_vocab_size or 0) > target_vocab_size:
+            raise ValueError(
+                f"params.yaml: init_draft.draft_vocab_size is {self.draft_vocab_size}, expected at most the target's "
+                f"{target_vocab_size} tokens, or null"
+            )
         return self.draft_vocab_size or min(USUAL_DRAFT_VOCAB, target_vocab_size)
 
     def choose_feature_layers(self, stored: list[int], default: list[int]) -> list[int]:
@@ -77,8 +83,7 @@ class InitDraft(Section):
             key = "is" if self.feature_layers else "is null, which means EAGLE-3's"
             raise ValueError(
                 f"params.yaml: init_draft.feature_layers {key} {chosen}, expected three of target.feature_layers {stored}: "
-                f"add {', '.join(map(str, missing))} to target.feature_layers ({sorted({*stored, *chosen})}), or name three "
-                "of these"
+                f"add {', '.join(map(str, missing))} there ({sorted({*stored, *chosen})}), or name three of these"
             )
         return chosen
 
@@ -201,7 +206,7 @@ class TrainDraft(Section):
         return [
             name
             for name, segment in self.checkpoints.items()
-            if segment.from_ == ROOT_CHECKPOINT and segment.family.is_replayed and segment.family is not EAGLE3
+            if segment.from_ == ROOT_CHECKPOINT and segment.family.is_replayed and not segment.family.has_root
         ]
 
     def count_epochs(self, name: str) -> int:

@@ -60,21 +60,15 @@ class MedusaSegment(Segment):
 
 
 class BlockSegment(Segment):
-    """A block draft (draft/block_draft.py), which starts from random weights with the sizes of e000's layer."""
+    """A block draft (families/block/model.py), which starts from random weights with the sizes of e000's layer."""
 
     method: Literal["dflash", "dflash2", "dspark"]  # type: ignore[assignment]
     layers: Count
     block_size: Annotated[int, Field(ge=2)]  # rows of a block, B: dflash and dflash2 draft B - 1 tokens, dspark B
     anchors: Count  # most blocks of a pack that one step trains
     feature_layers: FeatureLayers | None = None  # None: the published five if stored, else all stored ones
-    mask_token_id: Annotated[int, Field(ge=0)] | None = (
-        None  # None: a row of the embedding that the tokenizer does not use
-    )
     decay: Positive | None = None  # of draft d's weight, exp(-d / decay); None: that of the method's authors
-    sliding_window: Count | None = None  # positions that a slot sees in every layer, its own counted; None: all
-    is_causal: bool | None = (
-        None  # whether slots see no later ones of their block; None: with a window, as engines read it
-    )
+    sliding_window: Count | None = None  # positions up to its own that a slot sees; None: all, later ones too
 
     @property
     def num_drafts(self) -> int:
@@ -126,6 +120,7 @@ class DraftFamily:
     # of a block: the slot that predicts the first draft, 1 where slots predict themselves
     first_slot: int | None = None
     is_replayed: bool = True  # by replay_trees; time_trees and servers run it too
+    has_root: bool = False  # e000 is one of its drafts, and the others start from it
     samples_drafts: bool = False  # its chains can be drawn, and verified by the ratio of both probabilities
 
     @property
@@ -154,7 +149,7 @@ def _block(name: str, title: str, segment: type[Segment], architecture: str, fir
     )  # fmt: skip
 
 
-EAGLE3 = DraftFamily("eagle3", "EAGLE-3", "eagle3.{}", Segment)
+EAGLE3 = DraftFamily("eagle3", "EAGLE-3", "eagle3.{}", Segment, has_root=True)
 DFLASH = _block("dflash", "DFlash", BlockSegment, "DFlashDraftModel", 1)
 DFLASH2 = _block("dflash2", "DFlash2", Dflash2Segment, "DFlash2DraftModel", 1)
 DSPARK = _block("dspark", "DSpark", DsparkSegment, "Qwen3DSparkModel", 0)

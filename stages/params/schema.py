@@ -7,6 +7,7 @@ tree_shape.py, which computes.
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -16,14 +17,22 @@ from stages.params.benchmark_sections import Benchmark, BenchmarkServed, Serving
 from stages.params.cell_trees import LeftOutTree, check_cell_trees, list_left_out_trees
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.error_messages import explain_errors
-from stages.params.families import EAGLE, EAGLE3, DraftKind, list_titles
+from stages.params.families import EAGLE, SEGMENT_TAG, TRAINABLE, DraftKind, list_titles
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
-from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, RUN_PARAMS, Section, Text, get_named, suggest_name
+from stages.params.section import (
+    PACKAGE_NAME,
+    PACKAGE_VERSION,
+    PARAMS_FILE,
+    ROOT_CHECKPOINT,
+    RUN_PARAMS,
+    Section,
+    Text,
+    get_named,
+    suggest_name,
+)
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import MIN_TIMED_TREES, ReplayTrees, TimeTrees
-from stages.params.tree_shape import parse_shape
 from stages.runtime import guarded_yaml
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -57,83 +66,78 @@ class Params(Section):
 
     @model_validator(mode="after")
     def sections_agree(self) -> "Params":
-        if problems := self.list_disagreements():
-            raise ValueError("\n".join(problems))
-        return self
-
-    def list_disagreements(self) -> list[str]:
-        """Return what each check of several sections refuses; a check that reads a section which isn't there is left out."""
+        """Raise ValueError with what each check of several sections refuses."""
         problems = []
         for check in (
-            self._check_training, self._check_checkpoints, self._check_workloads, self._check_serving_costs, self._check_depths,
+            self._check_training, self._check_checkpoints, self._check_workloads, self._check_serving_costs,
             self._check_cell_trees,
         ):  # fmt: skip
             try:
                 check()
             except ValueError as error:
                 problems.append(str(error))
-            except AttributeError:
-                if self.__dict__.keys() == Params.model_fields.keys():
-                    raise
-        return problems
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
 
     def _check_checkpoints(self) -> None:
-        """Raise ValueError for a name that is made twice, or listed without being made."""
+        """Raise ValueError for a name that is made twice, or listed without being made or by a list that has no use for it."""
         trained, imported = self.train_draft.checkpoints, self.import_draft.checkpoints
         if taken := [name for name in imported if name in trained or name == ROOT_CHECKPOINT]:
             raise ValueError(f"import_draft.checkpoints.{taken[0]} is made by another stage; choose another name")
         made, named = [*trained, *imported], self._list_named_checkpoints()
         timeable = [*self.init_draft.checkpoints, *made]  # e000 costs what a trained one does
-        known = {key: timeable if key.startswith(("time_trees", "serving_costs")) else made for key in named}
-        for name, segment in trained.items():
-            key = f"train_draft.checkpoints.{name}.from"
-            named[key], known[key] = [segment.from_], [ROOT_CHECKPOINT, *(other for other in trained if other != name)]
-        unknown: dict[str, list[str]] = {}
-        for key, names in named.items():
-            for name in names:
-                if name not in known[key]:
-                    unknown.setdefault(name, []).append(key)
-        if unknown:
-            problems = [
-                f"{', '.join(keys)}: no checkpoint {name!r}{suggest_name(name, known[keys[0]])}, expected one of "
-                f"{', '.join(known[keys[0]])}"
-                for name, keys in unknown.items()
-            ]
-            raise ValueError(f"{'; '.join(problems)}; correct it, or train or import it")
-        for key, names in self._list_named_checkpoints().items():
-            for name in names if key != "benchmark.checkpoints" else []:
-                family = self.drafts.get(name, DraftKind()).family
-                is_served = key == "benchmark_served.checkpoints" and family.served_by in self.benchmark_served.engines
-                if not family.is_replayed and not is_served:
-                    served = f", or in benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
-                    raise ValueError(
-                        f"{key}: {name!r} is of {family.name}, expected checkpoints of EAGLE-3 or block drafts; name it in "
-                        f"benchmark.checkpoints{served}"
-                    )
+        listed = [
+            (key, name, timeable if key.startswith(("time_trees", "serving_costs")) else made)
+            for key, names in named.items()
+            for name in names
+        ]
+        starts = [
+            (f"train_draft.checkpoints.{name}.from", segment.from_, [ROOT_CHECKPOINT, *trained])
+            for name, segment in trained.items()
+        ]
+        for key, name, known in listed + starts:
+            if name not in known:
+                raise ValueError(
+                    f"{key}: no checkpoint {name!r}{suggest_name(name, known)}, expected one of {', '.join(known)}; correct it, "
+                    "or train or import it"
+                )
+        for key, name, _ in listed:
+            family = self.drafts.get(name, DraftKind()).family
+            is_served = key == "benchmark_served.checkpoints" and family.served_by in self.benchmark_served.engines
+            if key != "benchmark.checkpoints" and not (family.is_replayed or is_served):
+                served = f", or in benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
+                raise ValueError(
+                    f"{key}: {name!r} is of {family.name}, expected checkpoints of EAGLE-3 or block drafts; name it in "
+                    f"benchmark.checkpoints{served}"
+                )
 
     def _list_named_checkpoints(self) -> dict[str, list[str]]:
         """Return the names of checkpoints by the key that has them; a list without a workload is not used."""
         served, costs = self.benchmark_served, self.serving_costs
         return {
-            "replay_trees.checkpoints": [*self.replay_trees.checkpoints],
-            "benchmark.checkpoints": [*self.benchmark.checkpoints],
-            "benchmark_served.checkpoints": [*served.checkpoints] if served.workloads else [],
-            "time_trees.checkpoints": [*self.time_trees.checkpoints],
+            "replay_trees.checkpoints": self.replay_trees.checkpoints,
+            "benchmark.checkpoints": self.benchmark.checkpoints,
+            "benchmark_served.checkpoints": served.checkpoints if served.workloads else [],
+            "time_trees.checkpoints": self.time_trees.checkpoints,
             "serving_costs.checkpoint": [costs.checkpoint] if costs.workloads else [],
         }
 
     def _check_training(self) -> None:
-        """Raise ValueError where a draft is trained without the initial one, or from no rows."""
+        """Raise ValueError where a draft is trained without the initial one, from no rows, or to a tau that can't be reached."""
         initial, trained = self.init_draft.checkpoints, self.train_draft.checkpoints
         if trained and not initial:
             raise ValueError(
-                f"init_draft.checkpoints is [] and train_draft.checkpoints has {', '.join(trained)}, expected "
-                f"[{ROOT_CHECKPOINT}], from which they start"
+                f"init_draft.checkpoints is [] and train_draft.checkpoints has {', '.join(trained)}, which start from e000; "
+                "expected [e000]"
             )
         if initial and self.sample_target.train_rows == 0:
             raise ValueError(
-                f"sample_target.train_rows is 0 and init_draft.checkpoints [{ROOT_CHECKPOINT}], which needs training rows; "
-                "raise it, or set init_draft.checkpoints to []"
+                "sample_target.train_rows is 0 and init_draft.checkpoints [e000], expected training rows, or []"
+            )
+        if (self.check_overfit.min_tau or 1) > self.train_draft.ttt_steps + 1:
+            raise ValueError(
+                f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached, expected at most train_draft.ttt_steps + 1"
             )
 
     def _check_workloads(self) -> None:
@@ -143,15 +147,15 @@ class Params(Section):
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
             raise ValueError(
                 f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
-                "expected 1; set target.device to cuda"
+                "expected 1, or cuda"
             )
         if not self.benchmark.torch_workloads and not self.benchmark_served.workloads:
             raise ValueError(
-                "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload in one of them"
+                "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload"
             )
         for name, workload in self.benchmark.workloads.items():
-            if workload.prompts not in OWN_PROMPTS | set(self.prepare_prompts.sets):
-                known = [*sorted(OWN_PROMPTS), *self.prepare_prompts.sets]
+            known = [*sorted(OWN_PROMPTS), *self.prepare_prompts.sets]
+            if workload.prompts not in known:
                 raise ValueError(
                     f"benchmark.workloads.{name}.prompts is {workload.prompts!r}{suggest_name(workload.prompts, known)}, "
                     f"expected one of {', '.join(known)}; correct it, or add the set to prepare_prompts.sets"
@@ -159,31 +163,26 @@ class Params(Section):
             prompt_set = self.prepare_prompts.sets.get(workload.prompts)
             if workload.grade and not (prompt_set and prompt_set.can_be_graded):
                 raise ValueError(
-                    f"benchmark.workloads.{name}.grade is true with prompts: {workload.prompts}, expected a set of format gsm8k, "
-                    "humaneval or math500: only these have reference answers. Set grade to false"
+                    f"benchmark.workloads.{name}.grade is true with prompts: {workload.prompts}, expected a set with reference "
+                    "answers (gsm8k, humaneval, math500), or false"
                 )
 
     def _check_serving_costs(self) -> None:
         """Raise ValueError for a workload whose cycles can't be timed with simulated acceptance, or for too few of them."""
         for name in self.serving_costs.workloads:
             workload = get_named(self.benchmark.workloads, name, "benchmark.workloads")
-            is_endless = workload.ignore_eos or workload.prompts == "eval"
-            for key, found, expected, reason in (
-                ("ignore_eos", is_endless, True, "simulated answers have no end"),
+            key, is_endless = f"serving_costs.workloads: benchmark.workloads.{name}", workload.prompts == "eval"
+            for part, found, expected, reason in (
+                ("ignore_eos", workload.ignore_eos or is_endless, True, "simulated answers have no end"),
                 ("request_rate", workload.request_rate, "inf", "the batch would follow the arrivals"),
                 ("grade", workload.grade, False, "simulated answers are meaningless"),
             ):
                 if found != expected:
-                    raise ValueError(
-                        f"serving_costs.workloads: benchmark.workloads.{name}.{key} is {found}, expected "
-                        f"{'null' if expected is None else str(expected).lower()}: {reason}; name another workload"
-                    )
+                    words = "null" if expected is None else str(expected).lower()
+                    raise ValueError(f"{key}.{part} is {found}, expected {words}: {reason}; name another workload")
             caps = {cap for _, cap in workload.list_loads() if cap is not None}
             if len(caps) < len(workload.list_concurrencies()):
-                raise ValueError(
-                    f"serving_costs.workloads: benchmark.workloads.{name}.concurrency has null or the same number twice, "
-                    "expected different numbers"
-                )
+                raise ValueError(f"{key}.concurrency has null or the same number twice, expected different numbers")
             if len(caps) * len(self.serving_costs.trees) < MIN_TIMED_TREES:
                 raise ValueError(
                     f"serving_costs.trees has {len(self.serving_costs.trees)} trees, and benchmark.workloads.{name} {len(caps)} "
@@ -192,41 +191,18 @@ class Params(Section):
             for cap in sorted(caps):
                 prompts = workload.limit_prompts(cap)
                 if prompts is not None and prompts < cap:
-                    raise ValueError(
-                        f"serving_costs.workloads: benchmark.workloads.{name} sends {prompts} prompts at concurrency {cap}, "
-                        f"expected {cap} or more; raise num_prompts"
-                    )
-
-    def _check_depths(self) -> None:
-        """Raise ValueError for a tau that can't be reached, or a sliding window shorter than the deepest tree."""
-        if (self.check_overfit.min_tau or 1) > self.train_draft.ttt_steps + 1:
-            raise ValueError(
-                f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached, expected at most "
-                f"train_draft.ttt_steps + 1 = {self.train_draft.ttt_steps + 1} tokens per verify cycle; lower it"
-            )
-        names = [*(self.replay_trees.trace_trees or ()), *self.benchmark.trees, *self.benchmark_served.trees]
-        depths = [*self.replay_trees.num_steps, *self.time_trees.num_steps]
-        deepest = max(
-            self.train_draft.ttt_steps,
-            *depths,
-            *(tree.num_steps for tree in map(parse_shape, names) if tree.letter == "t"),
-        )
-        window = self.init_draft.sliding_window
-        if window is not None and window < deepest:
-            raise ValueError(
-                f"init_draft.sliding_window is {window}, expected at least the most steps asked for, {deepest}; raise it"
-            )
+                    raise ValueError(f"{key} sends {prompts} prompts at concurrency {cap}, expected {cap} or more")
 
     def _check_cell_trees(self) -> None:
-        """Raise ValueError for cells that no tree or checkpoint is left of, for too few shallow trees to time, and for sampled
-        drafts of a family that has none.
+        """Raise ValueError for a checkpoint that no tree is left of, for too few shallow trees to time, and for sampled drafts of
+        a family that has none.
         """
         drafts, torch = self.drafts, self.benchmark
         check_cell_trees(torch, self.benchmark_served, drafts)
         for name in torch.checkpoints if torch.samples_drafts else []:
             if name in drafts and not drafts[name].family.samples_drafts:
                 raise ValueError(
-                    f"benchmark.checkpoints: {name} is of {drafts[name].family.title} and benchmark.draft_sampling is sampled, "
+                    f"benchmark.checkpoints: {name} is of {drafts[name].title} and benchmark.draft_sampling is sampled, "
                     f"expected block drafts ({list_titles()}); take it out, or set draft_sampling to greedy"
                 )
         for name in self.time_trees.checkpoints:
@@ -271,7 +247,7 @@ class Params(Section):
             return name
         while (parent := trained[name].from_) != ROOT_CHECKPOINT:
             name = parent
-        return name if trained[name].family is not EAGLE3 else ROOT_CHECKPOINT
+        return ROOT_CHECKPOINT if trained[name].family.has_root else name
 
 
 def check_initial(params: Params, name: str) -> None:
@@ -320,30 +296,54 @@ def _read_sections(path: Path, if_missing: str, root: Path | None = None) -> dic
     return found
 
 
-def _construct_valid(found: dict[str, Any], wrong: set[Any]) -> Params:
-    """Return parameters of which only the sections without an error of their own are there."""
-    valid = {name: field for name, field in Params.model_fields.items() if name not in wrong}
-    sections = {
-        name: field.annotation.model_validate(found[name])
-        if name in found
-        else field.get_default(call_default_factory=True)
-        for name, field in valid.items()
-        if field.annotation
-    }
-    partial = Params.model_construct()
-    partial.__dict__.clear()
-    partial.__dict__.update(sections)
-    return partial
-
-
 def _validate_model(model: type[SectionT], found: Any, path: Path, prefix: str = "") -> SectionT:
     try:
         return model.model_validate(found)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-        lines = [line for text in explain_errors(errors, model) for line in text.split("\n")]
-        if model is Params and isinstance(found, dict):
-            lines += _construct_valid(found, {one["loc"][0] for one in errors if one["loc"]}).list_disagreements()
-        lines = list(dict.fromkeys(lines))
-        problems = "\n".join(f"  {prefix}{line}" for line in lines)
-        raise ValueError(f"{path} has {len(lines)} problem(s) to correct:\n{problems}") from None
+        lines = "\n".join(map(_explain_error, error.errors(include_url=False))).split("\n")
+        problems = "\n".join(f"  {prefix}{line}" for line in dict.fromkeys(lines))
+        raise ValueError(f"{path} has {len(dict.fromkeys(lines))} problem(s) to correct:\n{problems}") from None
+
+
+# Parts of pydantic's locations that are not keys of the file.
+UNION_TAGS = {"[key]", "a number", "a list", "a text", "one map", "a map for each file"}
+UNION_TAGS |= {SEGMENT_TAG.format(name) for name in TRAINABLE}
+PATTERNS_IN_WORDS = {
+    r"^[^/]+$": "the file's name without its folder",
+    r"^[^-]": "an id or a path, which does not begin with - as a flag does",
+    PACKAGE_NAME: "the name of a package, without a URL or an option",
+    PACKAGE_VERSION: 'the version of a package, as "1.0.3"',
+}
+
+
+def _explain_error(error: Any) -> str:
+    """Explain one pydantic error as "key: expected, found, what to do"."""
+    key_path = [str(part) for part in error["loc"] if part not in UNION_TAGS]
+    key, kind, found = ".".join(key_path), error["type"], f"found {error['input']!r:.200}"
+    message, pattern = error["msg"].removeprefix("Value error, "), (error.get("ctx") or {}).get("pattern", "")
+    if kind == "value_error":  # raised by our validators: already complete
+        return f"{key}: {message}" if key else message
+    if kind == "union_tag_invalid":
+        method = str(error["input"].get("method"))
+        return (
+            f"{key}.method: expected one of {', '.join(TRAINABLE)}, found {method!r}{suggest_name(method, TRAINABLE)}"
+        )
+    if kind == "missing":
+        return f"{key}: missing, and it has no default; write it (docs/params.yaml says what it is)"
+    if isinstance(error["input"], int | float) and not isinstance(error["input"], bool):
+        found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
+    if kind == "literal_error":
+        known = error["ctx"]["expected"]
+        nearest = suggest_name(str(error["input"]), re.findall(r"'([^']*)'", known))
+        return f"{key}: expected {known}, {found}{nearest}"
+    if kind == "dict_type":
+        return f"{key}: expected a section, {found}"
+    if words := PATTERNS_IN_WORDS.get(pattern):
+        return f"{key}: expected {words}, {found}"
+    if kind == "invalid_key" or "[key]" in error["loc"] or key_path[-1] == "from":
+        return f"{key}: expected a name (a letter, then letters, digits and _), {found}"
+    if kind in ("string_type", "string_pattern_mismatch"):
+        return f"{key}: expected text{f' matching {pattern}' if pattern else ''}, {found}"
+    # Pydantic's messages: "Input should be greater than 0", "List should have at least 1 item after validation, not 0".
+    expected = re.sub(r"^\w+ should (be|have) ", "expected ", message)
+    return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r:.200}"

@@ -6,22 +6,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 
 def suggest_name(found: str, known: Iterable[str]) -> str:
-    """Return " (did you mean NAME?)" for the nearest known name, "" where none is near."""
-    nearest = find_nearest(found, known)
-    return f" (did you mean {nearest}?)" if nearest else ""
-
-
-def find_nearest(found: str, known: Iterable[str]) -> str | None:
-    """Return the nearest known name with the same numbers, None where none is near.
+    """Return " (did you mean NAME?)" for the nearest known name, "" where none is near.
 
     A name with another number, as e010 beside e009, means another thing and is no misspelling.
     """
     alike = [name for name in known if _list_numbers(name) == _list_numbers(found)]
-    return next(iter(difflib.get_close_matches(found, alike, n=1)), None)
+    nearest = next(iter(difflib.get_close_matches(found, alike, n=1)), None)
+    return f" (did you mean {nearest}?)" if nearest else ""
 
 
 def _list_numbers(name: str) -> list[str]:
@@ -75,6 +70,18 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_keys(cls, given: Any) -> Any:
+        """Raise ValueError for anything but a mapping of known keys."""
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        if not isinstance(given, Mapping | cls):
+            raise ValueError(f"expected a section with {', '.join(known)}, found {given!r:.200}")
+        if unknown := [str(key) for key in given if key not in known] if isinstance(given, Mapping) else []:
+            named = ", ".join(f"{key}{suggest_name(key, known)}" for key in unknown)
+            raise ValueError(f"unknown key {named}; known keys are {', '.join(known)}. Correct it, or leave it out")
+        return given
 
     if not TYPE_CHECKING:
 

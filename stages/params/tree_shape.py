@@ -79,9 +79,8 @@ class TreeShape:
             )
         if self.num_draft_tokens - 1 > self.num_candidates:
             raise ValueError(
-                f"{self.name} has {self.num_draft_tokens - 1} nodes under the root, expected at most the topk + (num_steps - 1) "
-                f"* topk**2 = {self.num_candidates} candidates that its expansion records; use at most "
-                f"t{self.num_steps}_{self.topk}_{self.num_candidates + 1}"
+                f"{self.name} has {self.num_draft_tokens - 1} nodes under the root, expected at most the {self.num_candidates} "
+                f"candidates of its expansion; use at most t{self.num_steps}_{self.topk}_{self.num_candidates + 1}"
             )
 
 

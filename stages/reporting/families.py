@@ -10,7 +10,7 @@ from typing import Any
 
 from stages.cells.prediction import PredictedSpeedup, index_torch_predictions
 from stages.cells.replay_records import ReplayedTree
-from stages.params.families import EAGLE3, DraftKind
+from stages.params.families import DraftKind
 from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, make_tree_point, render_svg
 from stages.reporting.trees import choose_budgets, find_pareto_front
 
@@ -57,7 +57,7 @@ def build_families_page(
 
     `known` are predictions, with measured speedups in the place of those of the same tree and load.
     """
-    if all(families[name].family is EAGLE3 for name in replays):
+    if all(families[name].family.has_root for name in replays):
         return None
     guesses = index_torch_predictions(known)
     lines = []

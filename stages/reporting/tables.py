@@ -12,7 +12,7 @@ from typing import Any
 from stages.cells.cell import Cell
 from stages.cells.table import ResultRow, TableLine
 from stages.params.engines import TORCH, is_in_process
-from stages.params.families import EAGLE3, DraftKind
+from stages.params.families import DraftKind
 from stages.params.tree_shape import Load
 from stages.params.units import format_bytes
 from stages.reporting.families import Families
@@ -180,7 +180,7 @@ def format_tables(
         if sizes and compares_memory:
             state = max(row.state_bytes or 0 for row in sizes)
             name += f": weights {format_bytes(sizes[0].weights_bytes or 0)}, state {format_bytes(state)}"
-        name = f" ({name})" if compares_memory or family.family is not EAGLE3 else ""
+        name = f" ({name})" if compares_memory or not family.family.has_root else ""
         text += [f"{group.title}{name}{mark}", *_align_in_turns(group, family, doubted)]
         if group.plain:
             text.append(

@@ -15,7 +15,7 @@ that a row does not see, and what FlexAttention computes a second time in its ba
 
 from dataclasses import dataclass
 
-from stages.draft.block_draft import BlockDraftConfig
+from stages.families.block.model import BlockDraftConfig
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 
 from stages import init_draft
-from stages.draft import block_checkpoint, eagle3_checkpoint
-from stages.draft.block_draft import BlockDraftConfig
+from stages.draft import eagle3_checkpoint
 from stages.draft.eagle3_config import DraftConfig
 from stages.families.block import training as block_training_start
+from stages.families.block.config import list_block_tensor_shapes
+from stages.families.block.model import BlockDraftConfig
 from stages.families.block.objective import OBJECTIVES
 from stages.hidden_states import format
 from stages.params import schema
@@ -152,7 +153,7 @@ def count_draft_parameters(draft: DraftConfig) -> dict[str, int]:
 def count_segment_parameters(p: schema.Params, name: str, manifest: TargetManifest, draft: DraftConfig) -> int:
     """Return the parameters of a segment's draft; those of families without a count of their own count as EAGLE-3's."""
     if config := build_block_config(p, name, manifest, draft):
-        return sum(math.prod(shape) for shape in block_checkpoint.list_block_tensor_shapes(config).values())
+        return sum(math.prod(shape) for shape in list_block_tensor_shapes(config).values())
     return sum(count_draft_parameters(draft).values())
 
 

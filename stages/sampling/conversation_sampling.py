@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -12,38 +12,17 @@ from stages.engines import client, http_session
 from stages.engines.chat_answer import ChatAnswer
 from stages.engines.protocol import SamplingOptions
 from stages.runtime.journal import make_journal_key
+from stages.sampling import answer_token_ids, requests, sampled_split
+from stages.sampling.answer_token_ids import SampledAnswer
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
+from stages.sampling.sampling_context import SamplingContext
+from stages.target import chat_template
 
 SHARDS_AHEAD = 4  # open at once, beyond what the concurrency needs: one slow row must not fill the memory
 
 T = TypeVar("T")
-A = TypeVar("A")  # an answer as the handler reads it
-
-
-class AnswerHandler(Protocol[A]):
-    """The target's side of sampling: prompts and request bodies, token ids of answers, rows."""
-
-    def encode_prompt(self, request: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
-        """Return the ids that the server should be prompted with. Raises UnusableRequestError."""
-
-    def build_body(self, request: TargetRequest, history: list[dict[str, Any]]) -> dict[str, Any]: ...
-
-    def build_options(self, request: TargetRequest, prompt_ids: list[int], temperature: float) -> SamplingOptions: ...
-
-    def read_answer(
-        self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: ChatAnswer
-    ) -> A:
-        """Return the answer with its ids. Raises UnusableRequestError, or ValueError where the server had another prompt."""
-
-    def settle_answer(self, request: TargetRequest, sampled: A) -> None:
-        """Store the answer's row."""
-
-    def can_be_quoted(self, sampled: A) -> bool:
-        """Return whether later turns may quote the answer."""
-
-    def read_log_tail(self) -> str:
-        """Return the last lines of the log of a server started here, for a message; empty for other servers."""
+History = list[dict[str, Any]]  # messages before an answer, the target's own where later turns quote them
 
 
 @dataclass
@@ -62,7 +41,7 @@ class SamplingProgress:
         self.bar.set_postfix_str(f"{rate:.0f} tokens/s, {retries} retries, {self.dropped} dropped", refresh=False)
 
 
-async def sample_splits(samplers: "list[ConversationSampler[A]]", concurrency: int) -> None:
+async def sample_splits(samplers: "list[ConversationSampler]", concurrency: int) -> None:
     """Sample splits in order with `concurrency` workers, each of which takes a group at a time.
 
     While the last answers of a split are awaited, workers go on with the next split: servers have `concurrency` requests until
@@ -82,14 +61,18 @@ async def sample_splits(samplers: "list[ConversationSampler[A]]", concurrency: i
 
 
 @dataclass
-class ConversationSampler(Generic[A]):
+class ConversationSampler:
     """A split being sampled from servers."""
 
+    context: SamplingContext
     split: SampledSplit
-    handler: AnswerHandler[A]
     http: client.ChatClient
     progress: SamplingProgress
-    history_from_target: bool  # later turns quote the target's own answers
+
+    @property
+    def history_from_target(self) -> bool:
+        """Return whether later turns quote the target's own answers."""
+        return self.context.p.sample_target.history == "target"
 
     def read_groups(self) -> Iterator[list[TargetRequest]]:
         return self.split.read_unfinished_groups(by_conversation=self.history_from_target)
@@ -109,7 +92,7 @@ class ConversationSampler(Generic[A]):
             is_done = self.split.shards.is_published(request.position)
             history = [answers.get(k, message) for k, message in enumerate(request.messages[: request.answer_index])]
             try:
-                prompt_ids = await _run(self.handler.encode_prompt, request, history)
+                prompt_ids = await _run(self.context.encode_prompt, request, history)
                 if broken:
                     raise UnusableRequestError("earlier_turn_incomplete")
                 answer, sampled = await self._get_answer(
@@ -120,9 +103,10 @@ class ConversationSampler(Generic[A]):
                 broken = self.history_from_target
                 continue
             if not is_done:
-                self.handler.settle_answer(request, sampled)
+                temperature = self.split.draw_temperature(self.context.p.sample_target.seed, request.id)
+                self.context.settle_answer(self.split, request, temperature, sampled)
                 self.progress.count_row()
-            broken = self.history_from_target and not self.handler.can_be_quoted(sampled)
+            broken = self.history_from_target and not self._can_be_quoted(sampled)
             # A tool call stays the data's own, since its result follows.
             if self.history_from_target and not broken and "tool_calls" not in (request.answer or {}):
                 answers[request.answer_index] = {"role": "assistant", "content": answer.text}
@@ -135,40 +119,90 @@ class ConversationSampler(Generic[A]):
         return [shard for shard in shards if shard not in self.split.shards.published]
 
     async def _get_answer(
-        self,
-        request: TargetRequest,
-        history: list[dict[str, Any]],
-        prompt_ids: list[int],
-        journals: list[int],
-        is_done: bool,
-    ) -> tuple[ChatAnswer, A]:
+        self, request: TargetRequest, history: History, prompt_ids: list[int], journals: list[int], is_done: bool
+    ) -> tuple[ChatAnswer, SampledAnswer]:
         """Return the answer from a journal or a server. Raises UnusableRequestError where the servers refuse the request, or the
         answer's token ids are unknown.
 
         Journals keep usable answers alone: others may be the servers' fault, and the next run asks for them again.
         """
         shards = self.split.shards
-        body = await _run(self.handler.build_body, request, history)
+        body = await _run(self._build_body, request, history)
         key = make_journal_key(["server", request.id, body, prompt_ids])
         journaled = next((found for n in journals if (found := shards.journal(n).done.get(key))), None)
         if journaled is None and is_done:
             raise UnusableRequestError("refused")  # by the run that published its shard
         answer = ChatAnswer(**journaled) if journaled else await self._ask_server(request, prompt_ids, body)
-        sampled = self.handler.read_answer(request, history, prompt_ids, answer)
+        sampled = self._read_answer(request, history, prompt_ids, answer)
         for shard in journals:
             shards.journal(shard).add(key, asdict(answer))
         return answer, sampled
 
     async def _ask_server(self, request: TargetRequest, prompt_ids: list[int], body: dict[str, Any]) -> ChatAnswer:
-        options = self.handler.build_options(request, prompt_ids, body["temperature"])
+        options = SamplingOptions(
+            prompt_ids=prompt_ids,
+            has_images=bool(request.images),
+            has_tools=bool(request.tools),
+            temperature=body["temperature"],
+            max_new_tokens=self.context.p.sample_target.max_new_tokens,
+            eos_token_ids=self.context.target.eos_token_ids,
+            pad_token=self.context.encoder.pad_token,
+        )
         try:
             answer = await self.http.complete(body, options)
         except http_session.RequestRefusedError as error:
             raise UnusableRequestError("refused", str(error)) from None
         except ValueError as error:
-            raise ValueError(f"sample_target: row {request.row}: {error}{self.handler.read_log_tail()}") from None
+            servers = self.context.local_servers
+            tail = servers.read_log_tails() if servers else ""
+            raise ValueError(f"sample_target: row {request.row}: {error}{tail}") from None
         self.progress.tokens += answer.completion_tokens or 0
         return answer
+
+    def _build_body(self, request: TargetRequest, history: History) -> dict[str, Any]:
+        """Return the body of a chat completion for any server, without the model."""
+        s, encoder = self.context.p.sample_target, self.context.encoder
+        body: dict[str, Any] = {
+            "messages": requests.convert_to_openai(history, encoder.build_image_url),
+            "temperature": self.split.draw_temperature(s.seed, request.id),
+            "top_p": s.top_p,
+            "max_tokens": s.max_new_tokens,
+            "seed": sampled_split.make_seed(s.seed, request.id),
+        }
+        if request.tools:
+            body["tools"] = request.tools
+        if template_kwargs := chat_template.build_template_kwargs(encoder.tokenizer, s.thinking):
+            body["chat_template_kwargs"] = template_kwargs
+        return body
+
+    def _read_answer(
+        self, request: TargetRequest, history: History, prompt_ids: list[int], answer: ChatAnswer
+    ) -> SampledAnswer:
+        """Return the answer with its ids. Raises UnusableRequestError, or ValueError where the server had another prompt."""
+        encoder, tools, most = self.context.encoder, request.tools, self.context.p.sample_target.max_new_tokens
+        served_ids = answer_token_ids.check_served_prompt(
+            encoder, request.row, prompt_ids, answer, history, tools, request.images
+        )
+        if problem := answer_token_ids.explain_wrong_ids(encoder, self.context.target.vocab_size, prompt_ids, answer):
+            raise UnusableRequestError("token_ids_unknown", problem)
+        try:
+            sampled = answer_token_ids.recover_token_ids(encoder, history, tools, served_ids, answer)
+        except ValueError as error:  # the text holds tokens of the chat template, or was ended by the server
+            raise UnusableRequestError("token_ids_unknown", str(error)) from None
+        if (count := len(sampled.answer_ids)) > most + 1:  # an end token may be ours
+            if sampled.source == "text, unchecked":
+                longer = f"the text, tokenised again, gives {count} tokens, of at most {most} that were asked for"
+                raise UnusableRequestError("token_ids_unknown", longer)
+            raise ValueError(
+                f"sample_target: row {request.row}: the server answered with {count} tokens, expected at most "
+                f"sample_target.max_new_tokens {most}; let it obey max_tokens, or raise max_new_tokens"
+            )
+        return sampled
+
+    def _can_be_quoted(self, sampled: SampledAnswer) -> bool:
+        if not sampled.answer_ids or sampled.finish_reason != "stop":
+            return False
+        return not self.context.encoder.has_image_token(sampled.answer_ids)
 
     def _drop_request(self, request: TargetRequest, error: UnusableRequestError, is_done: bool) -> None:
         if not is_done:
@@ -177,8 +211,6 @@ class ConversationSampler(Generic[A]):
             self.progress.bar.update()
 
 
-async def _run(
-    function: Callable[[TargetRequest, list[dict[str, Any]]], T], request: TargetRequest, history: list[dict[str, Any]]
-) -> T:
+async def _run(function: Callable[[TargetRequest, History], T], request: TargetRequest, history: History) -> T:
     """Call the function; with images outside the event loop, since decoding a large one takes as long as a hundred answers."""
     return await asyncio.to_thread(function, request, history) if request.images else function(request, history)

@@ -19,11 +19,11 @@ from stages.engine.sampling import SamplingParams
 from stages.params.engines import TORCH
 from stages.runtime.journal import make_journal_key
 from stages.sampling import sampled_split
+from stages.sampling.answer_token_ids import SampledAnswer
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
 from stages.sampling.sampling_context import SamplingContext
 from stages.target import chat_template, generation
-from stages.target.answer_token_ids import SampledAnswer
 from stages.telemetry.machine_errors import is_out_of_memory
 
 NO_ANSWER = (

@@ -2,8 +2,7 @@
 
 Messages have the form that chat templates take; `convert_to_openai` returns that of a server's API. The two differ in tool
 call arguments, which OpenAI's form has as text, and in images, of which a template takes the position only. Keys that
-templates need and exports omit are filled in for both: `type`, ids of calls, and `tool_call_id` of a tool's message. Bodies of
-chat completions are built here too.
+templates need and exports omit are filled in for both: `type`, ids of calls, and `tool_call_id` of a tool's message.
 
 With a limit, conversations are selected by a hash of their content (`select_requests`), as fix_data assigns train and eval:
 rows of every file have the same chance, and added rows replace few of those selected before.
@@ -190,25 +189,6 @@ def convert_to_openai(messages: Messages, build_url: Callable[[str], str]) -> Me
             ]
         found.append(message | more if more else message)
     return found
-
-
-def build_chat_body(
-    request: TargetRequest,
-    history: Messages,
-    build_url: Callable[[str], str],
-    template_kwargs: dict[str, bool],
-    **sampling: float,
-) -> dict[str, Any]:
-    """Return the body of a chat completion for any server, without the model.
-
-    `history` is the conversation so far, and `sampling` has temperature, top_p, max_tokens and seed.
-    """
-    body: dict[str, Any] = {"messages": convert_to_openai(history, build_url), **sampling}
-    if request.tools:
-        body["tools"] = request.tools
-    if template_kwargs:
-        body["chat_template_kwargs"] = template_kwargs
-    return body
 
 
 def _get_content_parts(message: dict[str, Any]) -> list[dict[str, str]]:

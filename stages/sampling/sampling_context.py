@@ -12,9 +12,10 @@ from stages.data import conversations
 from stages.engines.server import ServerGroup
 from stages.params import schema
 from stages.params.draft_sections import LEAST_COVERAGE
+from stages.sampling.answer_token_ids import SampledAnswer
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
-from stages.target import answer_token_ids, chat_template, manifest
+from stages.target import chat_template, manifest
 from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry import unfinished
 
@@ -104,11 +105,7 @@ class SamplingContext:
             raise UnusableRequestError("token_beyond_embedding", unknown)
 
     def settle_answer(
-        self,
-        split: SampledSplit,
-        request: TargetRequest,
-        temperature: float | None,
-        answer: answer_token_ids.SampledAnswer,
+        self, split: SampledSplit, request: TargetRequest, temperature: float | None, answer: SampledAnswer
     ) -> None:
         """Store an answer's row, or count why it is dropped. Raises ValueError for a mask without or with only trained tokens."""
         s, eos = self.p.sample_target, self.target.eos_token_ids

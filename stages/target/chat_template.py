@@ -39,7 +39,7 @@ OWN_ANSWERS = (
     "the data's answers can't be masked by it: set sample_target.backend: transformers or server, which ask the target, or "
     "write a template whose history has what it prompts with (target.chat_template)"
 )
-_closers_by_tokenizer: WeakKeyDictionary[Any, tuple[frozenset[int], tuple[str, ...]]] = WeakKeyDictionary()
+_closers_by_tokenizer: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 _marks_by_tokenizer: WeakKeyDictionary[Any, tuple[tuple[str, ...], str]] = WeakKeyDictionary()
 
 
@@ -118,8 +118,6 @@ def encode_turns(
     holds an end token.
     """
     rows: list[tuple[list[int], list[int]]] = []
-    known_text, known_ids = "", list[int]()
-    closers, closing = _find_closers(tokenizer)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -133,15 +131,9 @@ def encode_turns(
                 f"message {i}: the template prompts with ...{before[-60:]!r} but renders the answer after "
                 f"...{whole[shared : shared + 60]!r}; {advice}"
             )
-        known = len(known_text) if known_text and before.startswith(known_text) else 0
-        tail = tokenizer.encode(before[known:], add_special_tokens=False)
-        prompt = [*known_ids, *tail] if known else tail
-        answer = encode_behind(tokenizer, before[known:], tail, whole[len(before) :])
+        prompt = tokenizer.encode(before, add_special_tokens=False)
+        answer = encode_behind(tokenizer, before, prompt, whole[len(before) :])
         rows.append((prompt, _cut_behind_end(tokenizer, before, answer, eos, i)))
-        # Text up to a closing token is tokenised alike whatever follows, so the next, longer prompt reuses its ids.
-        cut = max((before.rfind(c) + len(c) for c in closing if c in before), default=0)
-        last = next((k for k in range(len(prompt) - 1, -1, -1) if prompt[k] in closers), -1)
-        known_text, known_ids = (before[:cut], prompt[: last + 1]) if cut and last >= 0 else ("", [])
     return rows
 
 
@@ -214,7 +206,7 @@ def find_end_token(tokenizer: Any, eos: list[int]) -> int:
     Where the template shows none (DeepSeek-R1-Distill's opens a thought in the prompt that its history drops; others close an
     answer between turns only), that of its history, else the first.
     """
-    closing, _ = _find_closers(tokenizer)
+    closing = _find_closers(tokenizer)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         _, probe = encode_turns(tokenizer, turns, eos)[0]
@@ -299,15 +291,14 @@ def _find_turn_marks(tokenizer: Any) -> tuple[tuple[str, ...], str]:
     if tokenizer not in _marks_by_tokenizer:
         turn, prompt = (_render_messages(tokenizer, [ASK], header, None) for header in (False, True))
         special = {text for text, token in tokenizer.get_added_vocab().items() if token in tokenizer.all_special_ids}
-        closers, _ = _find_closers(tokenizer)
-        closing = {str(text) for text in tokenizer.convert_ids_to_tokens(sorted(closers))}
+        closing = {str(text) for text in tokenizer.convert_ids_to_tokens(sorted(_find_closers(tokenizer)))}
         found = sorted(closing | {text for text in special if text in turn})
         _marks_by_tokenizer[tokenizer] = tuple(found), prompt.removeprefix(turn).strip()
     return _marks_by_tokenizer[tokenizer]
 
 
-def _find_closers(tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return special tokens that close an answer in the history: as ids, and as text where no token spans their end."""
+def _find_closers(tokenizer: Any) -> frozenset[int]:
+    """Return the special tokens that close an answer in the history."""
     if tokenizer not in _closers_by_tokenizer:
         turns = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "answer"), ("user", "b"))]
         found: set[str] = set()
@@ -317,14 +308,5 @@ def _find_closers(tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
             offsets = {text: behind.find(text) for text in special if text in behind}
             if offsets:
                 found.add(min(offsets, key=lambda text: (offsets[text], -len(text))))
-        ids = frozenset(tokenizer.convert_tokens_to_ids(text) for text in found)
-        texts = tuple(sorted(text for text in found if _is_token_boundary(tokenizer, text)))
-        _closers_by_tokenizer[tokenizer] = ids, texts
+        _closers_by_tokenizer[tokenizer] = frozenset(tokenizer.convert_tokens_to_ids(text) for text in found)
     return _closers_by_tokenizer[tokenizer]
-
-
-def _is_token_boundary(tokenizer: Any, closing: str) -> bool:
-    """Return whether text before and after `closing` is tokenised apart; not so for tokenizers that mark a text's start."""
-    head, tail = f"a {closing}", "\n b"
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
-    return encode(head + tail) == encode(head) + encode(tail)

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import GenerationConfig
-from transformers.utils import logging
 
 from stages.params import target_files
 from stages.params.units import list_first
-from stages.target import foreign_files, quantisation
-from stages.target.loading import select_auto_class
+from stages.target import foreign_files
+from stages.target.loading import read_model
 
 MAX_NAMES = 4  # of tensors in a message; further ones are counted
 
@@ -64,8 +62,7 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
     if problems:
         raise ValueError(
             f"{key}: its files of weights {'; '.join(problems)}. Expected exactly the tensors of its config.json: save the model "
-            "again with save_pretrained (a prefix as _orig_mod. is torch.compile's: save the module inside), or correct the "
-            "config"
+            "again with save_pretrained (with a prefix _orig_mod. the module inside), or correct the config"
         )
     if broken := _find_broken(folder):
         raise ValueError(
@@ -76,24 +73,15 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
 
 def _load_names(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     """Return transformers' report of loading: missing, unexpected and mismatched names."""
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # its table of the same names
-    logging.disable_progress_bar()
-    try:
-        config = foreign_files.read_config(folder, trust_remote_code)
-        _, report = quantisation.load_dequantised(
-            select_auto_class(config),
-            str(folder),
-            config,
-            device_map={"": "meta"},
-            use_safetensors=True,
-            generation_config=GenerationConfig(),  # in place of the target's, which transformers may refuse
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    finally:
-        logging.set_verbosity(before)
+    config = foreign_files.read_config(folder, trust_remote_code)
+    _, report = read_model(
+        str(folder),
+        config,
+        trust_remote_code,
+        device_map={"": "meta"},
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
     return dict(report)
 
 
@@ -130,6 +118,5 @@ def check_end_tokens(model: str, vocab_size: int, eos_token_ids: list[int]) -> N
     if wrong := [token for token in eos_token_ids if not 0 <= token < vocab_size]:
         raise ValueError(
             f"params.yaml: target.model {model}: eos_token_id is {', '.join(map(str, wrong))}, expected ids below "
-            f"{vocab_size}, the size of its vocabulary; correct eos_token_id in its "
-            "generation_config.json and config.json, its tokenizer's eos_token, or the chat template, which closes answers by it"
+            f"{vocab_size}, the size of its vocabulary; correct its generation_config.json, config.json, tokenizer or template"
         )

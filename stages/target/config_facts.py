@@ -103,8 +103,7 @@ def is_mrope_interleaved(config: PretrainedConfig) -> bool:
     if type(config) not in AutoModel._model_mapping and "AutoModel" not in (getattr(config, "auto_map", None) or {}):
         raise ValueError(
             f"the target's text model ({type(config).__name__}) has positions on three axes (mrope_section) and no class among "
-            "transformers' AutoModel, expected a class with a rotary module, which shows the layout of the three axes, as "
-            "Qwen2.5-VL and Qwen3-VL have; such a model can't be a target yet"
+            "transformers' AutoModel, expected one whose rotary module shows their layout; such a model can't be a target yet"
         )
     with torch.device("meta"):
         module = type(AutoModel.from_config(config).rotary_emb)

@@ -67,11 +67,6 @@ def to_entering_ids(after_layer: Sequence[int]) -> list[int]:
     return [k + 1 for k in after_layer]
 
 
-def merge_feature_layers(*families: Sequence[int]) -> list[int]:
-    """Return the ids that target.feature_layers must list for drafts that read these."""
-    return sorted(set().union(*families))
-
-
 def locate_feature_layers(stored: Sequence[int], read: Sequence[int], reader: str) -> list[int]:
     """Return the index of each id of `read` in `stored`; `reader` names what reads them, for the message.
 
@@ -80,7 +75,7 @@ def locate_feature_layers(stored: Sequence[int], read: Sequence[int], reader: st
     if missing := [i for i in read if i not in stored]:
         raise ValueError(
             f"{reader} reads the residual streams entering blocks {[*read]}, the hidden states here are those of {[*stored]}, "
-            f"without {', '.join(map(str, missing))}; set target.feature_layers to {merge_feature_layers(stored, read)}, or "
-            "train or import a draft for the stored ones"
+            f"without {', '.join(map(str, missing))}; set target.feature_layers to {sorted({*stored, *read})}, or train or "
+            "import a draft for the stored ones"
         )
     return [stored.index(i) for i in read]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from stages.target.vision import ImagePatches
+from stages.target.multimodal import ImagePatches
 
 
 @torch.inference_mode()

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers import PretrainedConfig, PreTrainedModel
 
-from stages.target import foreign_files, quantisation
+from stages.target import foreign_files
 from stages.target.layer_state import build_layer_masks, read_sliding_window
-from stages.target.loading import select_auto_class
+from stages.target.loading import read_model, select_auto_class
 
 TOKENS, SHORT_WINDOW = 8, 4
 TOLERANCE = 1e-4  # largest difference over largest logit, in float32
@@ -55,22 +54,7 @@ class HeadDifference(NamedTuple):
 def load_first_block(source: str, trust_remote_code: bool) -> PreTrainedModel:
     """Return the target on the CPU in float32 with its first block only; other weights are not read."""
     config = cut_to_first_block(foreign_files.read_config(source, trust_remote_code))
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # it lists every tensor of the other blocks as unexpected
-    logging.disable_progress_bar()
-    try:
-        model = quantisation.load_dequantised(
-            select_auto_class(config),
-            source,
-            config,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            generation_config=GenerationConfig(),  # in place of the target's, which transformers may refuse
-            trust_remote_code=trust_remote_code,
-        )
-    finally:
-        logging.set_verbosity(before)
+    model = read_model(source, config, trust_remote_code, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval()
 
 
@@ -166,10 +150,9 @@ def check_drawn_logits(model: PreTrainedModel, temperature: float, logits_scale:
     logits = (hidden.to(head.device) @ head.T).float().to(class_logits.device) * logits_scale
     if (logits - class_logits).abs().max() > ROUNDED_TOLERANCE[model.dtype] * class_logits.abs().max():
         raise ValueError(
-            f"{type(model).__name__} caps its logits, or scales them otherwise than by {logits_scale:g}, which prepare_target "
-            "measured; the torch engine would draw by logits without, another distribution. Expected a workload at "
-            f"temperature 0, found {temperature:g}: set 0 there, or take it out of benchmark.torch_workloads and measure it on "
-            "SGLang or vLLM (benchmark_served)"
+            f"{type(model).__name__} caps its logits, or scales them otherwise than by {logits_scale:g}: the torch engine would "
+            f"draw from another distribution; expected a workload at temperature 0, found {temperature:g}: set 0, or measure it "
+            "by benchmark_served"
         )
 
 

@@ -23,18 +23,14 @@ def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = 
 
     Raises ValueError naming the source, where its config or its weights are missing, cut or broken.
     """
-    logging.disable_progress_bar()  # one bar per tensor
     with foreign_files.refuse_unreadable(source, "the target's config.json and safetensors"):
         config = foreign_files.read_config(source, trust_remote_code)
-        model = quantisation.load_dequantised(
-            select_auto_class(config),
+        model = read_model(
             source,
             config,
+            trust_remote_code,
             dtype=getattr(torch, dtype),
             attn_implementation="sdpa",
-            use_safetensors=True,
-            generation_config=GenerationConfig(),  # in place of the target's, which transformers may refuse
-            trust_remote_code=trust_remote_code,
             device_map=choose_device_map(device),
         )
     model = model.to(device).eval().requires_grad_(False)
@@ -43,6 +39,25 @@ def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = 
         if weight.data_ptr() % 64:
             weight.data = weight.data.clone()
     return model
+
+
+def read_model(source: str, config: PretrainedConfig, trust_remote_code: bool, **options: Any) -> Any:
+    """Return what `from_pretrained` of the Auto class does, of safetensors, without a bar for each tensor or lists of them."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        return quantisation.load_dequantised(
+            select_auto_class(config),
+            source,
+            config,
+            use_safetensors=True,
+            generation_config=GenerationConfig(),  # in place of the target's, which transformers may refuse
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+    finally:
+        logging.set_verbosity(before)
 
 
 def choose_device_map(device: str) -> str | None:
@@ -58,8 +73,7 @@ def check_attention(config: PretrainedConfig, name: str) -> None:
         return
     raise ValueError(
         f"params.yaml: target.model {name} is a {config.model_type}, whose attention scaled_dot_product_attention can't compute "
-        "(capped logits as Gemma 2's, or sinks as gpt-oss'), expected a class that it can: sampling, hidden states and the torch "
-        "engine use it. Take another target, as Llama, Qwen2, Qwen3 or Gemma 3"
+        "(capped logits as Gemma 2's, or sinks as gpt-oss'); take another target, as Llama, Qwen2, Qwen3 or Gemma 3"
     )
 
 

@@ -184,8 +184,7 @@ def _check_weights(manifest: TargetManifest) -> None:
     if manifest.weights_sample is not None and (found := sample_weights(folder)) != manifest.weights_sample:
         raise ValueError(
             f"{folder} holds other weights ({found:.12}) than those that {TARGET_FOLDER}/target.json names "
-            f"({manifest.weights_sample:.12}), which present results belong to; run: dvc repro {MADE_BY}, or restore the former "
-            "weights"
+            f"({manifest.weights_sample:.12}); run: dvc repro {MADE_BY}, or restore the former weights"
         )
 
 

@@ -8,21 +8,19 @@ Letters: T tokens of one document, N tokens of several documents end to end, P p
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 
-class ImagePatchesProtocol(Protocol):
-    """The images of one document, in the order of its tokens (`vision.ImagePatches`)."""
+@dataclass(frozen=True)
+class ImagePatches:
+    """Images end to end, in the order of a document's tokens, as Qwen-VL's keyword arguments of the same names."""
 
-    @property
-    def pixel_values(self) -> Tensor: ...  # [P, D]
-
-    @property
-    def image_grid_thw(self) -> Tensor: ...  # [I, 3] patches in time, height and width
+    pixel_values: Tensor  # [P, D] float32
+    image_grid_thw: Tensor  # [I, 3] int64: frames, rows and columns of patches
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,7 @@ def is_multimodal(model: PreTrainedModel) -> bool:
 
 
 def build_multimodal_inputs(
-    model: PreTrainedModel,
-    names: Sequence[str],
-    documents: Sequence[Tensor],
-    images: Sequence[ImagePatchesProtocol | None],
+    model: PreTrainedModel, names: Sequence[str], documents: Sequence[Tensor], images: Sequence[ImagePatches | None]
 ) -> MultimodalInputs:
     """Return the inputs of documents, ids [T] on the CPU each, with the patches of each one's images.
 

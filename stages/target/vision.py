@@ -12,17 +12,16 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image, ImageOps
-from torch import Tensor
 
 from stages.runtime.limited_call import call_limited
 from stages.target import foreign_files
+from stages.target.multimodal import ImagePatches
 
 MAX_CACHED_BYTES = 1 << 30  # of cached patches; token counts are cached for all images
 MAX_PIXELS = 1 << 26  # 8,192 x 8,192, as in data/images.py; decoding takes up to 16 bytes per pixel, 1 GiB
@@ -35,14 +34,6 @@ IMAGE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.
 
 class UnreadableImageError(ValueError):
     """An existing image that cannot be decoded, has too many pixels, or cannot be cut into patches."""
-
-
-@dataclass(frozen=True)
-class ImagePatches:
-    """Images end to end, as Qwen-VL's keyword arguments of the same names."""
-
-    pixel_values: Tensor  # [P, D] float32
-    image_grid_thw: Tensor  # [I, 3] int64: frames, rows and columns of patches
 
 
 class CachedImageProcessor:

@@ -101,13 +101,8 @@ def explain_file_error(error: BaseException) -> str | None:
 def _explain_refused_file(error: BaseException) -> str | None:
     if not isinstance(error, OSError) or error.errno not in NOT_PERMITTED or not error.filename:
         return None
-    if error.errno == errno.EROFS:
-        advice = "mount its file system for writing, or work in a copy on another disk"
-    else:
-        advice = "make it readable and writable for this user"
-    if error.errno == errno.EISDIR:
-        advice = "move the folder away"
-    return f"{error.filename2 or error.filename}: {error.strerror}; {advice}, and run again"
+    path = error.filename2 or error.filename
+    return f"{path}: {error.strerror}; make it readable and writable for this user, or move it away, and run again"
 
 
 def advise_less_memory(stage: str) -> str:

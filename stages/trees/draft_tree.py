@@ -61,6 +61,18 @@ class Candidates:
     tokens: Tensor  # [N, C] int64, target ids
     parents: Tensor  # [N, C] int64, candidate number of the parent, -1 for the root
 
+    @classmethod
+    def allocate(cls, scores: Tensor, tokens: Tensor, num_steps: int) -> "Candidates":
+        """Return memory for all candidates [N, C], the first step's filled in: scores and tokens [N, K]."""
+        (num_trees, topk), device = scores.shape, scores.device
+        count = count_candidates(num_steps, topk)
+        found = cls(
+            torch.empty(num_trees, count, dtype=torch.float32, device=device),
+            *torch.empty(2, num_trees, count, dtype=torch.int64, device=device),
+        )
+        found.scores[:, :topk], found.tokens[:, :topk], found.parents[:, :topk] = scores, tokens, -1
+        return found
+
 
 @dataclass
 class DraftTree:

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stages.draft.block_draft import BlockDraft
+from stages.families.block.model import BlockDraft
 from stages.params.families import DFLASH2_SIZES
 
 Config = dict[str, Any]

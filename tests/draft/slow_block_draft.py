@@ -1,6 +1,6 @@
 """A slow block draft for comparison: one anchor and one slot at a time, context sliced to what precedes it, no masks.
 
-It shares only the weights with `stages.draft.block_draft`; rotation (complex numbers), attention (a loop over heads) and norms
+It shares only the weights with `stages.families.block.model`; rotation (complex numbers), attention (a loop over heads) and norms
 are its own.
 """
 
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
-from stages.draft.block_draft import BlockDraft
+from stages.families.block.config import EVERYTHING, BlockDraftConfig, Sight
 from stages.families.block.loss import BlockLossWeights
+from stages.families.block.model import BlockDraft
 
 CONFIG = BlockDraftConfig(
     hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

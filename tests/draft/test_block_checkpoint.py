@@ -8,15 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages.draft.block_checkpoint import (
+from stages.draft.checkpoint import read_draft, write_draft
+from stages.families.block.config import (
     build_block_config,
     find_block_draft_problem,
     list_block_tensor_shapes,
     parse_block_config,
-    read_block_draft,
-    write_block_draft,
 )
-from stages.draft.block_draft import BlockDraft
+from stages.families.block.model import BlockDraft
 from stages.params.families import EAGLE3, FAMILIES, find_family
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 
@@ -44,14 +43,14 @@ def make(method: str) -> tuple[BlockDraft, dict[str, Any], dict[str, torch.Tenso
 @every_method
 def test_a_draft_is_read_as_written(method: str, tmp_path: Path) -> None:
     draft, config, tensors = make(method)
-    write_block_draft(tmp_path, config, tensors)
+    write_draft(tmp_path, config, tensors, find_block_draft_problem)
     shapes = {name: tuple(t.shape) for name, t in load_file(tmp_path / "draft" / "model.safetensors").items()}
     assert shapes == list_block_tensor_shapes(draft.config)  # the module's own names are the list's
-    found_config, found = read_block_draft(tmp_path, "train_draft")
-    read_draft = BlockDraft(parse_block_config(found_config))
-    read_draft.load_state_dict(found)
-    assert read_draft.config == draft.config
-    assert all(torch.equal(x, tensors[name]) for name, x in read_draft.state_dict().items())
+    found_config, found = read_draft(tmp_path, "train_draft", "block draft", find_block_draft_problem)
+    loaded = BlockDraft(parse_block_config(found_config))
+    loaded.load_state_dict(found)
+    assert loaded.config == draft.config
+    assert all(torch.equal(x, tensors[name]) for name, x in loaded.state_dict().items())
 
 
 @every_method
@@ -64,7 +63,7 @@ def test_each_missing_unknown_or_misshapen_tensor_is_named(method: str, tmp_path
     nonfinite = tensors["fc.weight"].clone()
     nonfinite[0, 0] = torch.nan
     with pytest.raises(AssertionError, match=r"fc\.weight holds 1 NaN"):
-        write_block_draft(tmp_path, config, tensors | {"fc.weight": nonfinite})
+        write_draft(tmp_path, config, tensors | {"fc.weight": nonfinite}, find_block_draft_problem)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_each_missing_unknown_or_misshapen_tensor_is_named(method: str, tmp_path
         ("dflash2", {"output_multiplier": 2.0}, "output_multiplier is 2.0, expected 1.0"),
         ("dspark", {"markov_head_type": "rnn"}, "markov_head_type is 'rnn'"),
         ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window None and use_sliding_window False"),
-        ("dflash", {"dflash_config": {"mask_token_id": 22, "target_layer_ids": [0, 1, 2, 3, 7]}}, "expected at most 6"),
+        ("dflash", {"dflash_config": {"mask_token_id": 22, "target_layer_ids": [0, 1, 2, 3, 7]}}, "layer 8, expected at most 7"),
         ("dflash", {"dflash_config": {"mask_token_id": 23, "target_layer_ids": [0, 1, 2, 3, 4]}}, "mask_token_id is 23"),
         ("dflash", {"dflash_config": {"target_layer_ids": [0, 1, 2, 3, 4]}}, "lacks 'mask_token_id'"),
     ],
@@ -86,10 +85,10 @@ def test_a_config_of_another_model_is_refused(
     _, config, tensors = make(method)
     assert not find_block_draft_problem(config, tensors)
     assert problem in find_block_draft_problem(config | change, tensors)
-    write_block_draft(tmp_path, config, tensors)
+    write_draft(tmp_path, config, tensors, find_block_draft_problem)
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match="is no block draft"):
-        read_block_draft(tmp_path, "train_draft")
+        read_draft(tmp_path, "train_draft", "block draft", find_block_draft_problem)
 
 
 def test_a_family_is_found_by_any_architecture_of_a_config_or_by_its_method() -> None:

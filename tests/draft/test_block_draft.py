@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.draft.block_draft import BlockContext, BlockDraft, build_block_mask
+from stages.families.block.model import BlockContext, BlockDraft, build_block_mask
 from tests.draft.slow_block_draft import (
     CONFIG,
     METHOD_OPTIONS,
     block_states,
-    confidences,
     draft_logits,
     greedy_block,
     random_block_draft,
@@ -57,11 +56,6 @@ def test_packed_blocks_equal_slow_ones(method: str, chunk: int) -> None:
         torch.testing.assert_close(hidden[row], torch.stack(expected), **TIGHT)
         slow = draft_logits(draft, expected, head, previous[row].tolist())
         torch.testing.assert_close(logits[row], torch.stack(slow), **TIGHT)
-        if draft.confidence_head is not None:
-            found = draft.compute_confidence(states[row], previous[row])
-            torch.testing.assert_close(
-                found, torch.stack(confidences(draft, expected, previous[row].tolist())), **TIGHT
-            )
 
 
 @every_method

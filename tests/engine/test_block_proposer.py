@@ -9,18 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from stages.draft.block_draft import BlockDraft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.sampling import SamplingParams
 from stages.families.block.decoding import BlockProposer
-from stages.families.block.exact_replay import (
-    AnswerPositions,
-    ReplayPack,
-    compute_anchor_states,
-    replay_block_trees,
-    replay_chains,
-)
+from stages.families.block.exact_replay import AnswerPositions, ReplayPack, compute_anchor_states, replay_block_trees
+from stages.families.block.model import BlockDraft
 from stages.params.tree_shape import TreeShape
 from tests import built_engines
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
@@ -182,11 +176,8 @@ def replay_answers(kind: str, method: str) -> list[tuple[TreeShape, list[int], l
     chains = [TreeShape(m, 1, m + 1) for m in range(1, NUM_DRAFTS + 1)]
     grown = [CUT, *TREES[3:], WIDE]
     states = pack.compute_states(made)
-    walk = replay_chains(made.draft_greedily(states, pack.places.anchor_tokens, head), pack.places)
-    found = replay_block_trees(made, head, states, pack.places, grown)
-    cycles = torch.cat([walk.cycles, found.cycles], 1).T.tolist()
-    accepted = torch.cat([walk.accepted, found.accepted], 1).T.tolist()
-    return list(zip([*chains, *grown], cycles, accepted, strict=True))
+    found = replay_block_trees(made, head, states, pack.places, [*chains, *grown])
+    return list(zip([*chains, *grown], found.cycles.T.tolist(), found.accepted.T.tolist(), strict=True))
 
 
 @every_method

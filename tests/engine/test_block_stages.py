@@ -9,8 +9,9 @@ import pytest
 from stages import benchmark, prepare_prompts, time_trees
 from stages.cells import timing_grid
 from stages.cells.table import TableLine
-from stages.draft import block_checkpoint, checkpoint
-from stages.draft.block_draft import BlockDraft
+from stages.draft import checkpoint
+from stages.families.block.config import build_block_config, find_block_draft_problem
+from stages.families.block.model import BlockDraft
 from stages.params import schema
 from stages.target import manifest
 from tests.conftest import edit_params
@@ -30,8 +31,10 @@ def write_draft(method: str, **options: Any) -> BlockDraft:
     sizes = {"vocab_size": made.vocab_size, "hidden_size": made.hidden_size, "block_size": BLOCK_SIZE}
     sizes |= {"mask_token_id": 3, "feature_layers": (1, 2, 3), "max_position_embeddings": 4096}
     draft = random_block_draft(2, **(METHOD_OPTIONS[method] | sizes | options))[0].float()
-    config = block_checkpoint.build_block_config(draft.config, made.num_layers)
-    block_checkpoint.write_block_draft(checkpoint.locate_checkpoint("block"), config, dict(draft.state_dict()))
+    config = build_block_config(draft.config, made.num_layers)
+    checkpoint.write_draft(
+        checkpoint.locate_checkpoint("block"), config, dict(draft.state_dict()), find_block_draft_problem
+    )
     return draft
 
 

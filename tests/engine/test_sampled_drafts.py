@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.draft.block_draft import BlockDraft
 from stages.engine import sampling
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.sampling import SamplingParams
+from stages.families.block.model import BlockDraft
 from stages.params.tree_shape import TreeShape
 from stages.target.hooks import capture_residual_streams
 from tests.built_engines import build_engine

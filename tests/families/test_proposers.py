@@ -64,9 +64,7 @@ def random_heads(head: Tensor, count: int = 3) -> MedusaDraft:
 METHODS = {
     "ngram": lambda model: PromptLookupMethod(3, 1, 5, CPU),
     "lookahead": lambda model: LookaheadMethod(4, 4, 3, CPU),
-    "medusa": lambda model: MedusaMethod(
-        random_heads(model.lm_head.weight), StaticTree.from_paths(PATHS, CPU), H, VOCAB
-    ),
+    "medusa": lambda model: MedusaMethod(random_heads(model.lm_head.weight), StaticTree.from_paths(PATHS, CPU)),
     "eagle": lambda model: EagleMethod(
         random_eagle(model.lm_head.weight), model.model.embed_tokens.weight, StaticTree.from_paths(PATHS, CPU), "eagle"
     ),
@@ -207,7 +205,7 @@ def test_lookahead_keeps_what_the_target_itself_says_after_each_column(model: An
 def test_medusa_proposes_the_ranks_of_its_heads_on_the_hidden_state_before_the_root(model: Any) -> None:
     heads = random_heads(model.lm_head.weight)
     kept = heads.t2d.nonzero()[:, 0]
-    for text, found in texts(model, MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU), H, VOCAB)):
+    for text, found in texts(model, MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU))):
         hidden = model.model(torch.tensor([text[:-1]])).last_hidden_state[0, -1]
         ranked = []
         for block, out in zip(heads.blocks, heads.outs, strict=True):

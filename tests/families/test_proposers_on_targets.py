@@ -35,7 +35,7 @@ def methods(embedding: Any, head: Any, config: DraftConfig, eagle: EagleDraft | 
     return {
         "ngram": PromptLookupMethod(3, 1, 5, CPU),
         "lookahead": LookaheadMethod(4, 3, 3, CPU),
-        "medusa": MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU), hidden, vocabulary),
+        "medusa": MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU)),
         "eagle": EagleMethod(eagle, embedding, StaticTree.from_paths(PATHS, CPU), "sglang"),
         "eagle2": EagleMethod(eagle, embedding, TreeShape(STEPS, 2, 6), "sglang"),
     }

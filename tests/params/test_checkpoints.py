@@ -5,12 +5,6 @@ import pytest
 from tests.params.params_edits import SECOND, edit_params_text, list_problems
 
 
-def test_a_window_and_q_k_norms_are_what_no_engine_loads_together() -> None:
-    edit_params_text(("qk_norm: false ", "qk_norm: true "), ("sliding_window: null ", "sliding_window: 64 "))
-    (line,) = list_problems()
-    assert line.startswith("init_draft: qk_norm is true and sliding_window is 64, expected one of the two")
-
-
 @pytest.mark.parametrize(("old", "section"), [("[e003, e009]", "replay_trees"), ("time_trees|[e000]", "time_trees")])
 def test_what_servers_do_not_run_is_not_replayed_or_timed(old: str, section: str) -> None:
     heads = "heads: {from: e000, epochs: 2, method: medusa, heads: 4}"

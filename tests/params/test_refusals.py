@@ -18,7 +18,7 @@ TEXT_EDITS = [  # of the text of params.yaml: old, new, how the problem begins
     (SECOND, "e009: {from: e010, epochs: 6}", "train_draft.checkpoints.e009.from: no checkpoint 'e010'"),
     (SECOND, "e000: {from: e003, epochs: 6}", "train_draft: checkpoints.e000 is made by init_draft"),
     ("e003: {from: e000,", "e003: {from: e009,", "train_draft: checkpoints e003 -> e009 -> e003 form a cycle"),
-    ("    e003: {from", "    e004: {from", "replay_trees.checkpoints, train_draft.checkpoints.e009.from: no checkpoint"),
+    ("    e003: {from", "    e004: {from", "replay_trees.checkpoints: no checkpoint 'e003'"),
     ("train_rows: 220", "train_rows: 0", "sample_target.train_rows is 0 and init_draft.checkpoints [e000]"),
     (MEASURED, "[e003, e003]", "benchmark.checkpoints: e003 is listed twice"),
     ("[e003, e009]", "[zzz]", "replay_trees.checkpoints: no checkpoint 'zzz'"),
@@ -31,10 +31,8 @@ TEXT_EDITS = [  # of the text of params.yaml: old, new, how the problem begins
     # Bug: this one and digits of other scripts were read as t8_2_16: a cell then bore another name than its tree.
     ("t8_2_16,", "t08_2_16,", "benchmark.trees: 't08_2_16' is not the name of a tree; write t8_2_16"),
     ("t8_2_16,", "t8_2_16, t8_2_16,", "benchmark.trees: t8_2_16 is listed twice"),
-    (TREES, "trees: [t5_2_8, l5_4_5]", "benchmark.trees: l5_4_5 can't run with any of benchmark.checkpoints"),
     (TREES, "trees: [t5_2_8, s4]", "benchmark.trees: 's4' is no shape"),
     ("trace_trees: null", "trace_trees: [t3_2_16]", "replay_trees.trace_trees: t3_2_16 has 15 nodes under the root"),
-    ("sliding_window: null ", "sliding_window: 9 ", "init_draft.sliding_window is 9, expected at least the most steps"),
     ("min_tau: null", "min_tau: 8.5", "check_overfit.min_tau 8.5 can't be reached"),
     # values
     ("device: cpu", "device: gpu", r"target.device: expected text matching ^(cpu|cuda(:\d+)?)$, found 'gpu'"),
@@ -76,9 +74,7 @@ VALUES: list[tuple[tuple[str, ...], Any, str]] = [  # key path, value, how the p
     (("sample_target", "temperature"), [{"temperature": 1.0}], ".0.weight: missing"),
     # Bug: the stage found them, when the target was loaded or another cell measured.
     (SAMPLED_BY, ["http://gpu1:6007-6000"], ": http://gpu1:6007-6000 is no range of ports"),
-    (SAMPLED_BY, ["http://gpu1:6000-6002", "http://gpu1:6001/v1"], ": names http://gpu1:6001 twice"),
     (SERVED_BY, {"baseline": "http://gpu2:6000-6007"}, ".baseline: expected text matching"),
-    (SERVED_BY, {"baseline": "http://gpu2:6000", "e003-t5_1_6": "http://gpu2:6000/v1"}, ": names http://gpu2:6000 for"),
     *((("benchmark", "workloads", "chat"), EVAL | changes, end) for changes, end in (
         ({"prompts": "mtbench"}, ".prompts is 'mtbench' (did you mean mt_bench?), expected"),
         ({"prompts": "alpaca", "grade": True}, ".grade is true with prompts: alpaca"),

@@ -10,24 +10,6 @@ from tests.params.params_edits import edit_params_text, list_problems, set_value
 UNTIL = ("benchmark", "workloads", "eval", "until")
 
 
-def test_problems_of_keys_and_of_sections_that_disagree_come_together() -> None:
-    """Bug: one hand-written file was refused three times, each time for the next problem."""
-    edit_params_text(
-        ("sample_target|max_new_tokens: 200", "max_new_tokens: 0"),
-        ("benchmark|checkpoints: [e009]", "checkpoints: [e010]"),
-        ("benchmark|prompts: eval", "prompts: evil"),
-        ("min_tau: null", "min_tau: 8.5"),
-    )
-    found = "\n".join(list_problems())
-    expected = (
-        "sample_target.max_new_tokens: ",
-        "no checkpoint 'e010'",
-        "prompts is 'evil'",
-        "min_tau 8.5 can't be reached",
-    )
-    assert all(text in found for text in expected), found
-
-
 @pytest.mark.parametrize("ttt_steps", [1, 3, 5])
 def test_a_draft_of_few_steps_is_held_to_a_threshold_that_it_can_reach(ttt_steps: int) -> None:
     """Bug: check_overfit.min_tau was 6.0 by default, and refused every ttt_steps below 5."""

@@ -127,8 +127,7 @@ HARMLESS = {
     "train_draft.train_head",
     "extract_hiddens.compile",
     "extract_hiddens.online",
-    *(f"init_draft.{key}" for key in ("fc_norm", "norm_before_fc", "norm_output", "qk_norm")),
-    "train_draft.checkpoints.*.is_causal",
+    *(f"init_draft.{key}" for key in ("fc_norm", "norm_output")),
     "benchmark.workloads.*.ignore_eos",
     "benchmark.workloads.*.grade",  # runs what the target wrote only with run_generated_code
     "benchmark_served.interleave",

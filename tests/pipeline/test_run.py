@@ -174,7 +174,7 @@ def test_a_wrong_params_yaml_is_refused_before_any_stage_runs(project: Project, 
     Path("params.yaml").write_text(text.replace("retry_pause_s:", "retry_pauze_s:"))
     done = run()
     assert (done.returncode, done.stdout) == (1, "")
-    assert "schedule.retry_pauze_s: unknown key" in done.stderr and "Traceback" not in done.stderr
+    assert "schedule: unknown key retry_pauze_s" in done.stderr and "Traceback" not in done.stderr
     Path("params.yaml").write_text(text)
     assert run().stdout == "nothing is stale\n"
 

@@ -1,5 +1,6 @@
 """What a run's page says, without a server: its name, its error, the verdict of its report."""
 
+import json
 from pathlib import Path
 
 import pytest

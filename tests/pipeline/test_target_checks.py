@@ -1,4 +1,4 @@
-"""Before any stage runs: mask tokens against the tokenizer of a target that is here already, and trees that are left out."""
+"""Before any stage runs: targets that are refused, and trees that are left out."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ from stages import prepare_target
 from stages.draft import supported_targets
 from stages.params import schema
 from stages.target import manifest
-from tests.conftest import EAGLE3, ROOT, edit_params
+from tests.conftest import ROOT, edit_params
 
 pytestmark = pytest.mark.usefixtures("forked_stages")
 BLOCK = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 1, "block_size": 8, "anchors": 8}
@@ -35,26 +35,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = supported_targets.describe_target("builtin/weather-tiny", None, config, manifest.TARGET_FOLDER, None)
     manifest.write_manifest(manifest.TARGET_FOLDER, made)
     return tmp_path
-
-
-def test_a_mask_token_that_texts_use_is_refused_before_any_stage(home: Path) -> None:
-    """Bug: check_overfit found it, after sampling and extraction, where prepare_target's output was there already."""
-    size = manifest.read_manifest().vocab_size
-    segments = {"used": BLOCK | {"mask_token_id": 5}, "beyond": BLOCK | {"mask_token_id": size}, "auto": BLOCK}
-    edit_params(home, {"train_draft": {"checkpoints": EAGLE3 | segments}})
-    with pytest.raises(
-        ValueError, match=r"^params\.yaml: train_draft\.checkpoints\.used: mask_token_id is 5, the"
-    ) as error:
-        commands.check_run_params()
-    assert f"params.yaml: train_draft.checkpoints.beyond: mask_token_id is {size}, outside of" in str(error.value)
-    assert "expected one of the" in str(error.value) and "checkpoints.auto" not in str(error.value)
-    (found,) = [each for each in doctor.check_all() if each.subject == "params.yaml"]
-    assert found.ok is False and f"params.yaml: {found.found}" == str(error.value)
-    edit_params(home, {"target": {"model": "someone/other"}})  # of another target, which is not here yet
-    commands.check_run_params()
-    edit_params(home, {"target": {"model": "builtin/weather-tiny"}})
-    (manifest.TARGET_FOLDER / "tokenizer.json").write_text("{")  # broken: prepare_target makes it again
-    commands.check_run_params()
 
 
 def test_a_run_by_prefect_makes_the_checks_of_a_run_here(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

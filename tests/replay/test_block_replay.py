@@ -7,15 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.draft.block_draft import BlockDraft
-from stages.families.block.exact_replay import (
-    AnswerPositions,
-    ReplayPack,
-    compute_anchor_states,
-    compute_histogram,
-    replay_block_trees,
-    replay_chains,
-)
+from stages.families.block.exact_replay import AnswerPositions, ReplayPack, compute_anchor_states, replay_block_trees
+from stages.families.block.model import BlockDraft
 from stages.params.tree_shape import TreeShape
 from tests.draft.slow_block_draft import METHOD_OPTIONS, greedy_block, logits_after, random_block_draft
 from tests.draft.slow_draft import small_target
@@ -105,9 +98,10 @@ case_of = cache(Case)
 @seeds
 def test_every_width_equals_live_decoding(method: str, seed: int) -> None:
     case = case_of(method, seed)
-    drafts = case.draft.draft_greedily(case.states, case.anchor_tokens, case.head)
-    walk = replay_chains(drafts, case.answer_positions)
-    histogram = compute_histogram(walk)
+    chains = [TreeShape(width, 1, width + 1) for width in range(1, case.draft.config.num_drafts + 1)]
+    walk = replay_block_trees(case.draft, case.head, case.states, case.answer_positions, chains)
+    reaching = torch.cat([walk.cycles[..., None], walk.cycles_reaching_depth], -1)
+    histogram = reaching - torch.nn.functional.pad(walk.cycles_reaching_depth, (0, 1))
     for width in range(1, case.draft.config.num_drafts + 1):
         for row, (prompt, count) in enumerate(zip(PROMPTS, ANSWER_LENGTHS, strict=True)):
             live = case.decode(prompt, count, width)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from stages.draft.block_draft import BlockDraft
 from stages.families.block.exact_replay import AnswerPositions, ReplayPack, compute_anchor_states
+from stages.families.block.model import BlockDraft
 from stages.families.block.sampled_replay import replay_sampled_drafts
 from stages.families.draft_replay import ExpectedCounts
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft

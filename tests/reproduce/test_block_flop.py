@@ -7,8 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from stages.draft.block_draft import BlockDraft, BlockDraftConfig
 from stages.families.block import objective as block_training
+from stages.families.block.model import BlockDraft, BlockDraftConfig
 from stages.families.block.objective import OBJECTIVES, BlockTrainingObjective
 from stages.reproduce.block_flop import BlockFlop, BlockWork
 from stages.training.packed_rows import PackIndex

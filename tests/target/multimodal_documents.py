@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stages.target import hooks, loading, multimodal, packed_forward
-from stages.target.vision import ImagePatches
+from stages.target.multimodal import ImagePatches
 from tests.target.test_target_forward import LAYERS, SIGHT, save_random_model
 
 CLASSES = ["qwen3 vl", "qwen3 vl moe", "qwen2.5 vl", "qwen2 vl"]

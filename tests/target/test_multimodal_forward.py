@@ -17,7 +17,7 @@ from stages.hidden_states import format
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
 from stages.target import multimodal, packed_forward
-from stages.target.vision import ImagePatches
+from stages.target.multimodal import ImagePatches
 from stages.training import ttt
 from tests.built_engines import build_engine
 from tests.target.multimodal_documents import (

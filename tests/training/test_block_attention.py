@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from stages.draft.block_config import EVERYTHING, Sight
-from stages.draft.block_draft import build_block_mask, build_dense_attention
 from stages.families.block import objective as block_training
+from stages.families.block.config import EVERYTHING, Sight
+from stages.families.block.model import build_block_mask, build_dense_attention
 from stages.training import attention_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from torch import Tensor, arange, cat, stack
 from transformers import PreTrainedModel
 
-from stages.draft.block_draft import BlockContext, BlockDraft
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.engine.sampling import draw_tokens
 from stages.families.block.expansion import check_block_tree
 from stages.families.block.kernels import FusedBlockExpansion
+from stages.families.block.model import BlockContext, BlockDraft
 from stages.families.family import LoadedDraft
 from stages.params.tree_shape import TreeShape
 from stages.target.token_probabilities import compute_probabilities
@@ -30,7 +30,7 @@ from stages.trees import draft_tree as trees
 
 
 class BlockDrafter(Drafter):
-    """A block draft for a target. Raises ValueError where they don't fit each other."""
+    """A block draft for a target."""
 
     def __init__(
         self,
@@ -46,22 +46,7 @@ class BlockDrafter(Drafter):
         self.cache_head_dim = config.head_dim
         self.embedding = model.get_input_embeddings().weight  # [V, H]
         self.head = model.get_output_embeddings().weight  # [V, H]
-        self._check_fits_target(model)
         self.expansion = FusedBlockExpansion(draft, self.head.device)
-
-    def _check_fits_target(self, model: PreTrainedModel) -> None:
-        config, num_blocks = self.draft.config, len(model.get_decoder().layers)
-        if (config.vocab_size, config.hidden_size) != tuple(self.embedding.shape):
-            raise ValueError(
-                f"the block draft is for a target of {config.vocab_size} tokens and width {config.hidden_size}; "
-                f"this target has {self.embedding.shape[0]} and {self.embedding.shape[1]}; train a draft for it"
-            )
-        if config.feature_layers[-1] >= num_blocks or list(self.feature_layers) != list(config.feature_layers):
-            raise ValueError(
-                f"the block draft reads feature layers {list(config.feature_layers)} of the target, expected these to be "
-                f"captured, and ids below {num_blocks}, its blocks; found {list(self.feature_layers)}; take a draft that was "
-                "trained for this target"
-            )
 
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> "BlockMethod":
         return BlockMethod(self, shape, draft_temperature)
@@ -102,9 +87,8 @@ class BlockMethod(DraftingMethod):
         check_block_tree(tree, config.vocab_size, config.num_drafts, config.selector_top_k)
         if draft_temperature is not None and tree.topk > 1:
             raise ValueError(
-                f"{tree.name}: topk is {tree.topk} and drafts are to be sampled (benchmark.draft_sampling: sampled), expected a "
-                "chain: only of chains is a draft verified by the ratio of both probabilities; set it to greedy, or take "
-                f"t{tree.num_steps}_1_{tree.num_steps + 1}"
+                f"{tree.name}: topk is {tree.topk} and benchmark.draft_sampling sampled, expected a chain; set it to greedy, or "
+                f"take t{tree.num_steps}_1_{tree.num_steps + 1}"
             )
         self.drafter, self.tree, self.draft_temperature = drafter, tree, draft_temperature
         self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens

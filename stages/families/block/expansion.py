@@ -10,7 +10,7 @@ Letters: N positions or prompts, H hidden, S num_steps, K topk, M num_draft_toke
 import torch
 from torch import Tensor
 
-from stages.draft.block_draft import BlockDraft
+from stages.families.block.model import BlockDraft
 from stages.params.tree_shape import SGLANG_SCORING, TreeShape
 from stages.trees import draft_tree
 from stages.trees.draft_tree import Candidates, check_tree

@@ -1,13 +1,15 @@
-"""A block draft's files; the model is draft/block_draft.py."""
+"""A block draft's files."""
 
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from stages.draft import block_checkpoint, published_block_formats
-from stages.draft.block_draft import BlockDraft
+from stages.draft import checkpoint
 from stages.draft.published_files import PublishedDraft
+from stages.families.block import published
+from stages.families.block.config import find_block_draft_problem, parse_block_config
+from stages.families.block.model import BlockDraft
 from stages.families.family import DraftFiles, LoadedDraft
 from stages.params import schema
 from stages.params.draft_sections import ImportedCheckpoint
@@ -20,19 +22,19 @@ class Files(DraftFiles):
     """DFlash, DFlash2 and DSpark drafts."""
 
     def read(self, folder: Path, made_by: str, target: TargetManifest, head: Tensor) -> LoadedDraft:
-        config, tensors = block_checkpoint.read_block_draft(folder, made_by)
-        draft = BlockDraft(block_checkpoint.parse_block_config(config))
+        config, tensors = checkpoint.read_draft(folder, made_by, "block draft", find_block_draft_problem)
+        draft = BlockDraft(parse_block_config(config))
         draft.load_state_dict(tensors)
         return LoadedDraft(self.facts, draft, config, list(draft.config.feature_layers))
 
     def read_config(self, folder: Path, made_by: str) -> dict[str, Any]:
-        return block_checkpoint.read_block_draft(folder, made_by)[0]
+        return checkpoint.read_draft(folder, made_by, "block draft", find_block_draft_problem)[0]
 
     def write(self, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        block_checkpoint.write_block_draft(folder, config, tensors)
+        checkpoint.write_draft(folder, config, tensors, find_block_draft_problem)
 
     def describe(self, config: dict[str, Any]) -> DraftKind:
-        parsed = block_checkpoint.parse_block_config(config)
+        parsed = parse_block_config(config)
         return DraftKind(self.facts, parsed.num_drafts, parsed.selector_top_k or None)
 
     def read_published(
@@ -42,6 +44,6 @@ class Files(DraftFiles):
         tokenizer = chat_template.load_tokenizer(
             manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
         )
-        return published_block_formats.read_published_block_draft(
+        return published.read_published_block_draft(
             folder, target, tokenizer, lambda: manifest.read_embedding_and_head(target), item.rope_theta
         )

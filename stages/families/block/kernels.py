@@ -8,9 +8,8 @@ Letters: B prompts, S num_steps, H hidden, K topk, V vocabulary, C candidates.
 import torch
 from torch import Tensor
 
-from stages.draft.block_draft import BlockDraft
 from stages.engine.target_kernels import select_kernels
-from stages.families.eagle3.kernels import allocate_candidates
+from stages.families.block.model import BlockDraft
 from stages.trees.draft_tree import Candidates
 
 
@@ -46,7 +45,7 @@ class FusedBlockExpansion:
             return scores, of_slot.get_tokens(indices.view(prompts, -1, topk)).flatten(0, 1)
 
         beam, tokens = score(0, anchors)  # [B, K]
-        found = allocate_candidates(beam, tokens, num_steps)
+        found = Candidates.allocate(beam, tokens, num_steps)
         tokens, numbers = tokens.flatten(), torch.arange(topk, device=device).repeat(prompts, 1)
         no_mask = torch.zeros(prompts, topk, 1, dtype=torch.bool, device=device)  # a block's nodes attend to no other
         for step in range(1, num_steps):

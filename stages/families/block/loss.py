@@ -3,7 +3,7 @@
 Anchors (DeepSpec, common.py:109-169; SpecForge, dflash_family_model.py:179-210): a position is a candidate iff it and the next
 token are supervised, in one document. Up to a number of them is drawn uniformly without replacement.
 
-Draft d of the block at anchor a has the label y[a + 1 + d] in all methods (draft/block_draft.py). It is valid iff that token
+Draft d of the block at anchor a has the label y[a + 1 + d] in all methods (families/block/model.py). It is valid iff that token
 and all tokens between are supervised tokens of the anchor's document: a block ends at the first hole, as in DeepSpec. SpecForge's
 DFlash tests each label alone; such labels after a hole are left out here.
 
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stages.draft.block_draft import BlockDraft
+from stages.families.block.model import BlockDraft
 from stages.training.chunked_loss import compute_target_logits
 from stages.training.compile_on_cuda import compile_on_cuda
 
@@ -80,10 +80,6 @@ class BlockLoss(NamedTuple):
     selector: Tensor  # [R, D]
     acceptance: Tensor  # [R, D] alpha
     matches: Tensor  # [R, D] bool: the draft is the label, after the label before it
-
-    def compute_tau_probabilistic(self) -> Tensor:
-        """Return 1 + the mean over blocks of the expected accepted drafts, sum of running products of alpha."""
-        return 1 + self.acceptance.cumprod(1).sum(1).mean()
 
 
 def sample_anchors(is_supervised: Tensor, documents: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:

@@ -19,10 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from stages.data import row_lengths
-from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
-from stages.draft.block_draft import PLAIN_PARTS, BlockAttention, BlockDraft, BlockLayer, LayerParts, build_attentions
 from stages.families.block import loss as block_loss
+from stages.families.block.config import EVERYTHING, BlockDraftConfig, Sight
 from stages.families.block.loss import BlockLabels, BlockLossWeights
+from stages.families.block.model import (
+    PLAIN_PARTS,
+    BlockAttention,
+    BlockDraft,
+    BlockLayer,
+    LayerParts,
+    build_attentions,
+)
 from stages.params.families import BlockSegment
 from stages.training import attention_mask, packed_rows
 from stages.training.compile_on_cuda import compile_on_cuda, is_on_gpu

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.draft.block_draft import BlockDraft
 from stages.families.block import loss as block_loss
 from stages.families.block import objective as block_training
+from stages.families.block.model import BlockDraft
 from stages.families.block.objective import BlockPack, BlockTrainingObjective
 from stages.families.block.training import Training
 from stages.families.overfit_run import OverfitRun

@@ -1,21 +1,28 @@
-"""A block draft on stored hidden states: exact_replay.py, and sampled_replay.py for sampled drafts.
+"""A block draft on stored hidden states, padded rows of answers: exact_replay.py, and sampled_replay.py for sampled drafts.
 
-Letters: B rows, V vocabulary, H hidden, P positions of an answer.
+Letters: B rows, V vocabulary, H hidden, P positions of an answer, L of all answers, D drafts of a block.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
-from stages.draft.block_draft import BlockDraft
-from stages.families.block import exact_replay, sampled_replay
+from stages.families.block import exact_replay
+from stages.families.block.exact_replay import AnswerPositions, ReplayPack, compute_anchor_states
+from stages.families.block.model import BlockDraft
+from stages.families.block.sampled_replay import replay_sampled_drafts
 from stages.families.draft_replay import DraftReplay, ExpectedCounts
 from stages.families.family import LoadedDraft
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, ReplayCapacity, ReplayOutput, count_candidate_bytes, count_table_bytes
-from stages.replay.tree_statistics import TreeCycles
+from stages.replay.tree_statistics import TreeCycles, describe_cycles
 from stages.target.manifest import TargetManifest
+from stages.trees.draft_tree import Candidates
+from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
 
 
 @dataclass
@@ -32,35 +39,88 @@ class BlockReplay(DraftReplay):
         self.num_tokens, self.most_steps = self.draft.config.vocab_size, self.draft.config.num_drafts
 
     def compute_capacity(self, trees: Sequence[TreeShape], memory: int) -> ReplayCapacity:
-        return compute_block_capacity(self.draft, trees, memory)
+        c, size = self.draft.config, self.draft.fc.weight.element_size()
+        cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+        numbers = (2 * len(c.feature_layers) + 2 + c.num_drafts) * c.hidden_size + cached  # features, last, c, states
+        token = numbers * size + count_table_bytes(trees)
+        layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
+        per_position = c.block_size * layer * size + count_candidate_bytes(trees)
+        return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // per_position))
 
+    @torch.inference_mode()
     def replay(
         self, batch: ReplayBatch, trees: Sequence[TreeShape], num_positions: int, traced: Sequence[int]
     ) -> ReplayOutput:
-        inputs = self.draft, self.embedding, self.head, batch
-        return exact_replay.replay_block_answers(*inputs, trees, self.tree_scoring, num_positions, traced)
+        positions = self._find_positions(batch)
+        states = self._compute_states(batch, positions.anchors, num_positions)
+        return exact_replay.replay_block_trees(
+            self.draft, self.head, states, positions, trees, self.tree_scoring, num_positions, traced
+        )
 
+    @torch.inference_mode()
     def trace(self, batch: ReplayBatch, cycle_starts: Tensor, tree: TreeShape, num_positions: int) -> TreeCycles:
-        inputs = self.draft, self.embedding, self.head, batch
-        return exact_replay.trace_block_cycles(*inputs, cycle_starts, tree, self.tree_scoring, num_positions)
+        """Return the cycles of one tree, row by row: a block is drafted again at every anchor of a cycle."""
+        row, position = cycle_starts.nonzero(as_tuple=True)  # [C]
+        positions = self._find_positions(batch)
+        index = (positions.counts.cumsum(0) - positions.counts)[row] + position
+        states = self._compute_states(batch, positions.anchors[index], num_positions)[:, : tree.num_steps]
+        anchor_tokens, following = positions.anchor_tokens[index], positions.following[index, : tree.num_steps]
+        expanded = exact_replay.expand_positions(
+            self.draft, self.head, states, anchor_tokens, tree.topk, self.tree_scoring, num_positions
+        )
+        columns = zip(*((c.scores, c.tokens, c.parents) for _, c in expanded), strict=True)
+        candidates = Candidates(*(torch.cat(column) for column in columns))
+        return describe_cycles(row, position, candidates, following, tree, self.tree_scoring)
 
+    @torch.inference_mode()
     def replay_sampled(
         self, batch: ReplayBatch, temperature: float, top_p: float, num_positions: int
     ) -> ExpectedCounts:
         """Return the expected counts of the chains of the first 1, 2, ... drafts, if these are sampled as the answers were."""
-        inputs = self.draft, self.embedding, self.head, batch
-        return sampled_replay.replay_sampled_answers(*inputs, temperature, top_p, num_positions, self.logits_scale)
+        assert batch.last is not None, "collated with keeps_last"
+        positions = self._find_positions(batch)
+        states = self._compute_states(batch, positions.anchors, num_positions)
+        last = batch.last.flatten(0, 1)[positions.anchors]
+        return replay_sampled_drafts(
+            self.draft, self.head, states, last, positions, temperature, top_p, self.logits_scale
+        )
 
+    def _find_positions(self, batch: ReplayBatch) -> AnswerPositions:
+        """Find the positions of padded rows; anchors are indices into the flattened rows."""
+        ids = batch.ids
+        row_starts = torch.arange(len(ids), device=ids.device) * ids.shape[1]  # [B] index of each row's first token
+        bounds = row_starts, row_starts + batch.starts, row_starts + batch.ends
+        return AnswerPositions.build(ids.flatten(), *bounds, self.draft.config.num_drafts)
 
-def compute_block_capacity(draft: BlockDraft, trees: Sequence[TreeShape], memory: int) -> ReplayCapacity:
-    """Return how many tokens and positions fit into `memory` bytes, half of it for each."""
-    c, size = draft.config, draft.fc.weight.element_size()
-    cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-    numbers = (2 * len(c.feature_layers) + 2 + c.num_drafts) * c.hidden_size + cached  # features, last, c, states
-    token = numbers * size + count_table_bytes(trees)
-    layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
-    per_position = c.block_size * layer * size + count_candidate_bytes(trees)
-    return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // per_position))
+    def _compute_states(self, batch: ReplayBatch, anchors: Tensor, num_positions: int) -> Tensor:
+        """Return the drafting states [L, D, H] of the blocks at anchors [L], ascending indices into the flattened rows.
+
+        Each row is a pack of its own, so that no anchor is compared with the context of other rows.
+        """
+        c, ids, features = self.draft.config, batch.ids, batch.features
+        num_rows, length = ids.shape
+        bounds = torch.arange(num_rows + 1, device=ids.device) * length
+        offsets = torch.searchsorted(anchors, bounds).tolist()
+        positions = torch.arange(length, device=ids.device)
+        parts = [features.new_zeros(0, c.num_drafts, c.hidden_size)]
+        for row, (i, j) in enumerate(pairwise(offsets)):
+            if i < j:
+                row_anchors = anchors[i:j] - row * length
+                size = int(row_anchors[-1]) + 1  # tokens up to the last anchor
+                chunk = min(num_positions, self._count_anchors_per_batch(size, ids.device))
+                documents = torch.zeros_like(positions[:size])
+                pack = ReplayPack(ids[row, :size], features[row, :size], positions[:size], documents)
+                parts.append(compute_anchor_states(self.draft, self.embedding, pack, row_anchors, chunk))
+        return torch.cat(parts)
+
+    def _count_anchors_per_batch(self, num_tokens: int, device: torch.device) -> int:
+        """Return how many anchors, each attending to a context of `num_tokens`, keep the attention logits of a layer within
+        MAX_INTERMEDIATE_ELEMENTS: R blocks of B slots have R B (S + R B) logits a head.
+        """
+        c = self.draft.config
+        per_head = MAX_INTERMEDIATE_ELEMENTS[device.type] // c.num_attention_heads
+        rows = (math.sqrt(num_tokens**2 + 4 * per_head) - num_tokens) / 2  # R B
+        return max(1, int(rows) // c.block_size)
 
 
 def build_replay(

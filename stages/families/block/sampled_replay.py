@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.draft.block_draft import BlockDraft
-from stages.families.block.exact_replay import AnswerPositions, compute_row_states, find_positions
+from stages.families.block.exact_replay import AnswerPositions
+from stages.families.block.model import BlockDraft
 from stages.families.draft_replay import ExpectedCounts
-from stages.replay.replay import ReplayBatch
 from stages.target.token_probabilities import compute_probabilities
 from stages.trees.expansion import count_logit_rows
 
@@ -45,25 +44,6 @@ def replay_sampled_drafts(
     target = compute_target_probabilities(last, head, positions.following[:, 0], temperature / logits_scale, top_p)
     proposal = compute_draft_probabilities(draft, head, states, positions, temperature)
     return walk_expected_cycles(compute_acceptance(proposal, target, positions.following), positions.counts)
-
-
-@torch.inference_mode()
-def replay_sampled_answers(
-    draft: BlockDraft,
-    embedding: Tensor,  # [V, H] the target's
-    head: Tensor,  # [V, H] the target's
-    answers: ReplayBatch,  # with the last hidden states
-    temperature: float,
-    top_p: float,
-    positions_per_batch: int = 1024,  # see `replay.compute_block_capacity`
-    logits_scale: float = 1.0,  # of the target's manifest
-) -> ExpectedCounts:
-    """Return the expected counts of padded rows, as `replay_block_answers` takes them."""
-    assert answers.last is not None, "collated with keeps_last"
-    positions = find_positions(answers, draft.config.num_drafts)
-    states = compute_row_states(draft, embedding, answers, positions.anchors, positions_per_batch)
-    last = answers.last.flatten(0, 1)[positions.anchors]
-    return replay_sampled_drafts(draft, head, states, last, positions, temperature, top_p, logits_scale)
 
 
 def compute_target_probabilities(

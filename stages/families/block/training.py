@@ -1,17 +1,14 @@
 """A new block draft, DFlash, DFlash2 or DSpark: its config from the sizes of e000's layer, and its random weights."""
 
-from collections.abc import Collection
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from stages.draft import block_checkpoint, checkpoint, eagle3_checkpoint
-from stages.draft.block_config import BlockDraftConfig, Sight
-from stages.draft.block_draft import BlockDraft
+from stages.draft import eagle3_checkpoint
 from stages.draft.eagle3_config import DraftConfig
-from stages.draft.mask_token import choose_mask_token
 from stages.families.block import objective
+from stages.families.block.config import BlockDraftConfig, Sight, build_block_config, parse_block_config
+from stages.families.block.mask_token import choose_mask_token
+from stages.families.block.model import BlockDraft
 from stages.families.draft_training import DraftTraining
 from stages.families.family import LoadedDraft
 from stages.hidden_states import reader
@@ -19,7 +16,6 @@ from stages.hidden_states.reader import TRAIN_FOLDER
 from stages.params import schema
 from stages.params.draft_sections import TrainDraft
 from stages.params.families import DFLASH2_SIZES, BlockSegment, Dflash2Segment, DsparkSegment, Segment
-from stages.params.section import ROOT_CHECKPOINT
 from stages.target import chat_template, manifest
 from stages.target.feature_layers import choose_block_feature_layers
 from stages.target.manifest import TargetManifest
@@ -30,53 +26,6 @@ INITIAL_STD = 0.02  # transformers' initializer_range, of SpecForge and DeepSpec
 SHARED_KEYS = (  # sizes of e000 that a block draft's layers take over
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
-
-
-def build_untrained_draft(
-    name: str,
-    segment: BlockSegment,
-    root: DraftConfig,
-    target: TargetManifest,
-    p: schema.Params,
-    longest_row: int,
-    held: Collection[int],
-) -> tuple[BlockDraft, dict[str, Any]]:
-    """Return the draft that the segment `name` starts from and its config.json; `root` is e000's.
-
-    Training rows have at most `longest_row` tokens, and hold the tokens `held`.
-
-    Raises ValueError where the segment can't be trained.
-    """
-    tokenizer = load_tokenizer(p, target)
-    config = build_initial_config(name, segment, root, target, tokenizer, p.train_draft.dtype, held)
-    parsed = block_checkpoint.parse_block_config(config)
-    check_positions(parsed, longest_row, name)
-    return initialise_block_draft(parsed, p.train_draft.seed), config
-
-
-def load_tokenizer(p: schema.Params, target: TargetManifest) -> Any:
-    folder = manifest.resolve_weights_folder(target)
-    return chat_template.load_tokenizer(folder, p.target.trust_remote_code, target.chat_template)
-
-
-def build_initial_config(
-    name: str,
-    segment: BlockSegment,
-    root: DraftConfig,
-    target: TargetManifest,
-    tokenizer: Any,
-    dtype: str,
-    held: Collection[int] = (),
-) -> dict[str, Any]:
-    """Return config.json of the untrained draft of the segment `name`, with the sizes of `root`, that of e000.
-
-    Raises ValueError for a draft that can't be built or that engines can't load.
-    """
-    try:
-        config = choose_sizes(segment, root, target, choose_mask_token(segment.mask_token_id, tokenizer, target, held))
-        return block_checkpoint.build_block_config(config, target.num_layers, dtype)
-    except ValueError as error:
-        raise ValueError(f"params.yaml: train_draft.checkpoints.{name}: {error}") from None
 
 
 def choose_sizes(
@@ -94,17 +43,11 @@ def choose_sizes(
         block_size=segment.block_size,
         mask_token_id=mask_token_id,
         feature_layers=tuple(segment.feature_layers or choose_block_feature_layers(*stored)),
-        sights=_choose_sights(segment),
+        sights=(Sight(segment.sliding_window, segment.sliding_window is not None),) * segment.layers,
         markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
         confidence_head=isinstance(segment, DsparkSegment),
         **({key: getattr(segment, key) for key in DFLASH2_SIZES} if isinstance(segment, Dflash2Segment) else {}),
     )
-
-
-def _choose_sights(segment: BlockSegment) -> tuple[Sight, ...]:
-    window, is_causal = segment.sliding_window, segment.is_causal
-    sight = Sight(window, window is not None if is_causal is None else is_causal)
-    return (sight,) * segment.layers
 
 
 def initialise_block_draft(config: BlockDraftConfig, seed: int) -> BlockDraft:
@@ -120,17 +63,6 @@ def initialise_block_draft(config: BlockDraftConfig, seed: int) -> BlockDraft:
     return draft
 
 
-def check_positions(config: BlockDraftConfig, longest_row: int, name: str) -> None:
-    """Raise ValueError where blocks of a row of `longest_row` tokens reach past the positions that engines prepare."""
-    end = longest_row + config.block_size
-    if config.max_position_embeddings < end:
-        raise ValueError(
-            f"params.yaml: train_draft.checkpoints.{name}: blocks of rows of {longest_row} tokens reach position {end}, "
-            f"expected at most e000's max_position_embeddings {config.max_position_embeddings}: raise "
-            "init_draft.max_position_embeddings, or lower block_size or extract_hiddens.max_length"
-        )
-
-
 class Training(DraftTraining):
     """A block draft's start, and the objective of its method."""
 
@@ -139,12 +71,23 @@ class Training(DraftTraining):
     def initialise(self, name: str, params: schema.Params, target: TargetManifest, head: Tensor) -> LoadedDraft:
         segment = params.train_draft.checkpoints[name]
         assert isinstance(segment, BlockSegment), name
-        root, _ = eagle3_checkpoint.read_eagle3_draft(
-            checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
-        )
-        longest = int(reader.read_index(TRAIN_FOLDER)["length"].max() or 0)
-        sizes, held = DraftConfig.from_json(root), reader.list_tokens(TRAIN_FOLDER)
-        draft, config = build_untrained_draft(name, segment, sizes, target, params, longest, held)
+        root, _ = eagle3_checkpoint.read_root_draft()
+        longest, held = int(reader.read_index(TRAIN_FOLDER)["length"].max() or 0), reader.list_tokens(TRAIN_FOLDER)
+        folder = manifest.resolve_weights_folder(target)
+        tokenizer = chat_template.load_tokenizer(folder, params.target.trust_remote_code, target.chat_template)
+        try:
+            mask_token = choose_mask_token(tokenizer, target, held)
+            sizes = choose_sizes(segment, DraftConfig.from_json(root), target, mask_token)
+            config = build_block_config(sizes, target.num_layers, params.train_draft.dtype)
+            if sizes.max_position_embeddings < (end := longest + sizes.block_size):  # engines prepare no later ones
+                raise ValueError(
+                    f"blocks of rows of {longest} tokens reach position {end}, expected at most e000's max_position_embeddings "
+                    f"{sizes.max_position_embeddings}: raise init_draft.max_position_embeddings, or lower block_size or "
+                    "extract_hiddens.max_length"
+                )
+        except ValueError as error:
+            raise ValueError(f"params.yaml: train_draft.checkpoints.{name}: {error}") from None
+        draft = initialise_block_draft(parse_block_config(config), params.train_draft.seed)
         return LoadedDraft(self.facts, draft, config, list(draft.config.feature_layers))
 
     def build_objective(

@@ -15,13 +15,12 @@ from stages.families.eagle3.kernels import DraftCache, DraftRows, FusedDraft
 from stages.families.family import LoadedDraft
 from stages.params.families import list_titles
 from stages.params.tree_shape import TreeShape
-from stages.target.feature_layers import NUM_EAGLE3_FEATURES
 from stages.trees import draft_tree as trees
 from stages.trees.expansion import expand_candidates
 
 
 class Eagle3Drafter(Drafter):
-    """A draft for a target. Raises ValueError where they don't fit each other."""
+    """A draft for a target."""
 
     def __init__(
         self,
@@ -35,31 +34,14 @@ class Eagle3Drafter(Drafter):
         self.cache_heads, self.cache_head_dim = draft.config.num_key_value_heads, draft.config.head_dim
         self.rope_axes = () if draft.frequency_axes is None else (3,)
         self.embedding = model.get_input_embeddings().weight  # [V, H]
-        self._check_fits_target(len(model.get_decoder().layers))
         self.fused_draft: FusedDraft | None = None  # on a GPU whose cycles are captured: `use_fused_kernels`
-
-    def _check_fits_target(self, num_blocks: int) -> None:
-        config = self.draft.config
-        if (config.vocab_size, config.hidden_size) != tuple(self.embedding.shape):
-            raise ValueError(
-                f"the draft is for a target of {config.vocab_size} tokens and width {config.hidden_size}; "
-                f"this target has {self.embedding.shape[0]} and {self.embedding.shape[1]}; train a draft for it"
-            )
-        wanted = NUM_EAGLE3_FEATURES
-        if len(self.feature_layers) != wanted or not all(0 <= layer < num_blocks for layer in self.feature_layers):
-            raise ValueError(
-                f"the draft reads {wanted} feature layers of the target, expected as many ids below {num_blocks}, its blocks; "
-                f"found {self.feature_layers}; correct init_draft.feature_layers and train the draft, or take one that was "
-                "trained for this target"
-            )
 
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> "Eagle3Method":
         """Raise ValueError for sampled drafts, which EAGLE-3's trees don't have."""
         if draft_temperature is not None:
             raise ValueError(
-                "drafts are to be sampled (benchmark.draft_sampling: sampled) and the draft is EAGLE-3's, expected a block "
-                f"draft, {list_titles()}: only their chains are verified by the ratio of both probabilities; set it to "
-                "greedy, or take a block checkpoint"
+                f"benchmark.draft_sampling is sampled and the draft is EAGLE-3's, expected a block draft, {list_titles()}; set "
+                "it to greedy"
             )
         return Eagle3Method(self, shape)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.kernels_torch import extend_tree_mask
 from stages.engine.target_kernels import SUPPORTED_HEAD_DIMS, fuse_linear_weights, select_kernels
-from stages.params.tree_shape import count_candidates
 from stages.trees.draft_tree import Candidates
 
 
@@ -79,7 +78,7 @@ class FusedDraft:
 
         beam, ids = k.select_topk(logits, topk, tree_scoring)  # [B, K]
         beam_tokens = draft.to_target(ids)
-        found = allocate_candidates(beam, beam_tokens, num_steps)
+        found = Candidates.allocate(beam, beam_tokens, num_steps)
         beam_tokens, numbers = beam_tokens.flatten(), torch.arange(topk, device=device).repeat(prompts, 1)
         starts = torch.arange(prompts, device=device)
         parents = starts.repeat_interleave(topk)  # [B * K] index of the state that each beam continues
@@ -128,15 +127,3 @@ class FusedDraft:
         mlp_output = k.matmul(k.gated_matmul(normed, self.gate_up), layer.mlp.down_proj.weight)
         stream, output = k.add_rms_norm(stream, draft.norm.weight, self.eps, mlp_output)
         return (output if draft.config.norm_output else stream), k.matmul(output, draft.lm_head.weight)
-
-
-def allocate_candidates(scores: Tensor, tokens: Tensor, num_steps: int) -> Candidates:
-    """Return memory for all candidates [B, C], the first step's filled in: scores and tokens [B, K]."""
-    (prompts, topk), device = scores.shape, scores.device
-    count = count_candidates(num_steps, topk)
-    found = Candidates(
-        torch.empty(prompts, count, dtype=torch.float32, device=device),
-        *torch.empty(2, prompts, count, dtype=torch.int64, device=device),
-    )
-    found.scores[:, :topk], found.tokens[:, :topk], found.parents[:, :topk] = scores, tokens, -1
-    return found

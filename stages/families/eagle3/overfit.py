@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.draft import checkpoint, eagle3_checkpoint
+from stages.draft import eagle3_checkpoint
 from stages.draft.eagle3 import Eagle3Draft
 from stages.families.overfit_run import OverfitRun
 from stages.hidden_states.format import HiddenStatesRow
 from stages.params import schema
 from stages.params.draft_sections import TrainDraft
-from stages.params.section import ROOT_CHECKPOINT
 from stages.target.manifest import TargetManifest
 from stages.training import ttt
 
@@ -56,8 +55,6 @@ class Eagle3Overfit(OverfitRun):
 
 
 def build_overfit(name: str, params: schema.Params, target: TargetManifest, device: str) -> OverfitRun:
-    config, tensors = eagle3_checkpoint.read_eagle3_draft(
-        checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
-    )
+    config, tensors = eagle3_checkpoint.read_root_draft()
     layers = eagle3_checkpoint.read_feature_layers(config, target.num_layers)
     return Eagle3Overfit(config, tensors, layers, params.train_draft, device, target.logits_scale)

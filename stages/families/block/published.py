@@ -1,4 +1,4 @@
-"""Read published DFlash, DFlash2 and DSpark drafts of any known format into config.json and tensor names of `block_checkpoint`.
+"""Read published DFlash, DFlash2 and DSpark drafts of any known format into config.json and tensor names of config.py.
 
     z-lab          DFlashDraftModel                       keys under dflash_config, auto_map
     DeepSpec       Qwen3DSparkModel                       keys at the top; its own "DFlash" is DSpark's form with markov_rank 0
@@ -19,9 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.draft import block_checkpoint, mask_token, published_files
-from stages.draft.block_config import BlockDraftConfig, Sight
+from stages.draft import published_files
 from stages.draft.published_files import BLOCK_SECTIONS, PublishedDraft, ReadEmbeddingAndHead
+from stages.families.block import mask_token
+from stages.families.block.config import (
+    SLIDING,
+    BlockDraftConfig,
+    Sight,
+    build_block_config,
+    find_block_draft_problem,
+    read_sights,
+)
 from stages.params.families import DFLASH2_SIZES
 from stages.target.feature_layers import locate_feature_layers, to_entering_ids
 from stages.target.manifest import TargetManifest
@@ -65,7 +73,7 @@ def read_published_block_draft(
     """Read the draft in `folder` for the target of `manifest`, whose tokenizer is `tokenizer`.
 
     `rope_theta` overrides the value of its config. Raises ValueError for sizes, feature layers or a mask token that do not fit
-    the target, for another model than `block_draft` runs, and for missing or corrupt files.
+    the target, for another model than model.py runs, and for missing or corrupt files.
     """
     _refuse_mask_embedding(folder)
     raw = published_files.read_flat_config(folder)
@@ -112,11 +120,10 @@ def _build_config(
     """Return our config.json of a draft, whose tensors get one dtype. Raises ValueError for tensors of another model."""
     dtype = str(published_files.unify_dtype(folder, tensors)).removeprefix("torch.")
     with published_files.name_config(folder):
-        config = block_checkpoint.build_block_config(parsed, manifest.num_layers, dtype)
-    if problem := block_checkpoint.find_block_draft_problem(config, tensors):
+        config = build_block_config(parsed, manifest.num_layers, dtype)
+    if problem := find_block_draft_problem(config, tensors):
         raise ValueError(
-            f"{folder}, by config.json, is no {parsed.method} draft that we can run: {problem}. Expected layers of Qwen3 without "
-            "biases, a fusion of the target's features, and of DSpark its vanilla Markov head; get the draft again, or choose "
+            f"{folder}, by config.json, is no {parsed.method} draft that we can run: {problem}; get the draft again, or choose "
             "another"
         )
     return config
@@ -126,9 +133,8 @@ def _refuse_mask_embedding(folder: Path) -> None:
     """Raise ValueError for a draft that brings an embedding of its own for the mask token."""
     if (folder / published_files.MASK_EMBEDDING_FILE).exists():
         raise ValueError(
-            f"{folder} has {published_files.MASK_EMBEDDING_FILE}, a pickle with an embedding of its own for the mask token, "
-            "which SGLang writes into the target's embedding; expected a draft whose mask token is a row of the target's: "
-            "choose another draft, or ask its author for one trained so"
+            f"{folder} has {published_files.MASK_EMBEDDING_FILE}, a pickle with an embedding of its own for the mask token; "
+            "expected a draft whose mask token is a row of the target's: choose another draft"
         )
 
 
@@ -162,8 +168,7 @@ class _BlockKeys:
         if any(value != first for value in found.values()):
             listed = " and ".join(f"{path} {value!r}" for path, value in found.items())
             raise ValueError(
-                f"{self.folder}/config.json has {listed}, expected one value: engines would run different drafts; keep the one "
-                "that it was trained with"
+                f"{self.folder}/config.json has {listed}, expected one value; keep the one that it was trained with"
             )
         return first
 
@@ -173,8 +178,7 @@ class _BlockKeys:
         if type(found) is not int or found < 0:
             raise ValueError(
                 f"{self.folder}/config.json: {key} is {found!r}, expected a number of at least 0, at the top or in "
-                f"{' or '.join(BLOCK_SECTIONS)}: engines would guess one, or start with another model; write the one that it was "
-                "trained with"
+                f"{' or '.join(BLOCK_SECTIONS)}; write the one that it was trained with"
             )
         return found
 
@@ -189,18 +193,16 @@ def _read_method(keys: _BlockKeys, notes: list[str]) -> str:
     methods = {METHOD_NAMES.get(str(name)) for name in (kind, *(architectures or ()), projector) if name}
     if len(methods) != 1 or None in methods:
         raise ValueError(
-            f"{path}: {names or 'no architectures'}, expected one of {', '.join(METHOD_NAMES)}, and one method: Domino, "
-            "LiLiCorr and others are other models, whose weights a loader of DFlash would drop or read one slot off; choose "
-            "another draft, or correct the name where only that is wrong"
+            f"{path}: {names or 'no architectures'}, expected one of {', '.join(METHOD_NAMES)}, and one method; choose another "
+            "draft, or correct the name where only that is wrong"
         )
     method = str(methods.pop())
     anchored = {key_path: value for key in FIRST_SLOT_KEYS for key_path, value in keys.find(key).items()}
     if mismatched := {key_path: value for key_path, value in anchored.items() if value != (method == "dspark")}:
         key_path, value = next(iter(mismatched.items()))
         raise ValueError(
-            f"{path}: {key_path} is {value!r}, expected {method == 'dspark'} for {names}: a checkpoint of another method. Its "
-            f"slots predict {'the token after their' if value else 'their own'} position, and it would run one slot off, with "
-            "tau near 1; correct the name or the key, whichever is wrong, or choose another draft"
+            f"{path}: {key_path} is {value!r}, expected {method == 'dspark'} for {names}: a checkpoint of another method, "
+            "which would run one slot off; correct the name or the key, whichever is wrong, or choose another draft"
         )
     if kind == "dspark" and not anchored:
         notes.append(
@@ -208,13 +210,13 @@ def _read_method(keys: _BlockKeys, notes: list[str]) -> str:
         )
     if method != "dspark" and keys.get("markov_rank"):
         raise ValueError(
-            f"{path}: markov_rank is {keys.get('markov_rank')}, expected none for {names}: a Markov head is DSpark's, and "
-            "engines would run the draft without it; where it is a DSpark draft, write architectures [Qwen3DSparkModel]"
+            f"{path}: markov_rank is {keys.get('markov_rank')}, expected none for {names}; where it is a DSpark draft, write "
+            "architectures [Qwen3DSparkModel]"
         )
     if method != "dflash2" and (found := [key for key in DFLASH2_SIZES if keys.get(key)]):
         raise ValueError(
-            f"{path}: {found[0]} is {keys.get(found[0])}, expected none for {names}: convolutions and a selector are DFlash2's, "
-            "and engines would run the draft without them; where it is a DFlash2 draft, write architectures [DFlash2DraftModel]"
+            f"{path}: {found[0]} is {keys.get(found[0])}, expected none for {names}; where it is a DFlash2 draft, write "
+            "architectures [DFlash2DraftModel]"
         )
     return method
 
@@ -226,8 +228,8 @@ def _check_values(keys: _BlockKeys) -> None:
         for path, found in keys.find(key).items():
             if found != required:
                 raise ValueError(
-                    f"{keys.folder}/config.json: {path} is {found!r}, expected {required!r}: we run block drafts of plain "
-                    "layers with a vanilla Markov head, and this is another model; choose another draft"
+                    f"{keys.folder}/config.json: {path} is {found!r}, expected {required!r}: it is another model; choose another "
+                    "draft"
                 )
     model_type = raw.get("model_type", MODEL_TYPES[0])
     if model_type not in MODEL_TYPES and not raw.get("speculators_model_type"):
@@ -246,16 +248,16 @@ def _read_sights(keys: _BlockKeys, notes: list[str]) -> tuple[Sight, ...]:
     stated = {name: value for name, value in told.items() if value is not None}
     if len({*stated.values()}) > 1:
         raise ValueError(
-            f"{keys.folder}/config.json has {stated} as to whether layers are causal, expected one answer: engines would run "
-            "different drafts; keep the one that it was trained with"
+            f"{keys.folder}/config.json has {stated} as to whether layers are causal, expected one answer; keep the one that it "
+            "was trained with"
         )
-    slides = {"layer_types": [block_checkpoint.SLIDING] * num_layers} if keys.get("use_swa") else {}
+    slides = {"layer_types": [SLIDING] * num_layers} if keys.get("use_swa") else {}
     window = keys.get("swa_window_size") or raw.get("sliding_window")
     layers = {"layer_types": raw.get("layer_types"), "sliding_window": window, **slides}
     if raw.get("use_sliding_window") is not None and not slides:
         layers["use_sliding_window"] = raw["use_sliding_window"]
     with published_files.name_config(keys.folder):
-        sights = block_checkpoint.read_sights(layers | {"is_causal": next(iter(stated.values()), None)}, num_layers)
+        sights = read_sights(layers | {"is_causal": next(iter(stated.values()), None)}, num_layers)
     if raw.get("speculators_model_type") and any(sight.window for sight in sights):
         notes.append("its sliding window did not move within a block in training; engines move it, and so does aerie")
     return sights
@@ -266,8 +268,7 @@ def _check_vocabulary(folder: Path, raw: Mapping[str, Any]) -> None:
     if raw.get("draft_vocab_size") not in (None, raw["vocab_size"]):
         raise ValueError(
             f"{folder}/config.json: draft_vocab_size is {raw['draft_vocab_size']}, expected the target's {raw['vocab_size']}: "
-            "a block draft shares the target's head here and in SGLang, which a head of its own for fewer tokens can't; "
-            "choose a draft of the whole vocabulary"
+            "a block draft shares the target's head; choose one of the whole vocabulary"
         )
 
 
@@ -296,8 +297,7 @@ def _read_feature_layers(keys: _BlockKeys, manifest: TargetManifest) -> list[int
     if stated != num_layers or not layers or layers[0] < 1 or layers[-1] > num_layers - 1:
         raise ValueError(
             f"{path}: {source}, of a target of {stated} layers, expected streams entering blocks 1 to {num_layers - 1} of the "
-            f"target's ({manifest.model}) {num_layers}: beyond them engines capture nothing, or not the same; choose a draft "
-            "for this target, or set target.model"
+            f"target's ({manifest.model}) {num_layers}; choose a draft for this target, or set target.model"
         )
     locate_feature_layers(manifest.feature_layers, layers, f"{keys.folder} ({source})")
     return layers
@@ -310,8 +310,7 @@ def _check_width(keys: _BlockKeys, config: BlockDraftConfig, notes: list[str]) -
         if width > config.num_drafts:
             raise ValueError(
                 f"{keys.folder}/config.json: speculative_tokens is {width}, expected at most {config.num_drafts}, the drafts of "
-                f"a block of {config.block_size} of the method {config.method}: a wider block than the draft was trained for "
-                f"is another draft; write {config.num_drafts}, or choose another draft"
+                f"a block of {config.block_size} of the method {config.method}; write that, or choose another draft"
             )
         if width < config.num_drafts:
             notes.append(

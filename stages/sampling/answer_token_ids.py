@@ -1,32 +1,11 @@
 """Recover the token ids of answers that came from a server, and check that the server rendered the same prompt."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
+from stages.engines.chat_answer import ChatAnswer
 from stages.target import chat_template
 from stages.target.prompt_encoder import PromptEncoder
 from stages.target.template_facts import Messages
-
-
-class ServedAnswer(Protocol):
-    """An answer as a server returned it (`engines.client.ChatAnswer`)."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def reasoning(self) -> str | None: ...
-    @property
-    def finish_reason(self) -> str: ...
-    @property
-    def prompt_tokens(self) -> int | None: ...
-    @property
-    def completion_tokens(self) -> int | None: ...
-    @property
-    def prompt_ids(self) -> list[int] | None: ...
-    @property
-    def answer_ids(self) -> list[int] | None: ...
-    @property
-    def stopped_at(self) -> int | str | None: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +24,7 @@ def check_served_prompt(
     encoder: PromptEncoder,
     row: str,
     prompt_ids: list[int],
-    answer: ServedAnswer,
+    answer: ChatAnswer,
     history: Messages,
     tools: Messages | None,
     images: list[str],
@@ -92,9 +71,7 @@ def _expand_served_prompt(
     return [processor.image_token_id if image else own for image, own in zip(is_image, served_ids, strict=True)]
 
 
-def explain_wrong_ids(
-    encoder: PromptEncoder, vocab_size: int, prompt_ids: list[int], answer: ServedAnswer
-) -> str | None:
+def explain_wrong_ids(encoder: PromptEncoder, vocab_size: int, prompt_ids: list[int], answer: ChatAnswer) -> str | None:
     """Return why the server's ids can't be those of its answer; None where they may be, or where it returned none."""
     ids, count = answer.answer_ids, answer.completion_tokens
     if not ids:
@@ -120,12 +97,12 @@ def _join_words(text: str) -> str:
 
 
 def recover_token_ids(
-    encoder: PromptEncoder, history: Messages, tools: Messages | None, prompt_ids: list[int], answer: ServedAnswer
-) -> SampledAnswer | None:
-    """Return the answer's ids: the server's own, or its text tokenised; None where the server's count disagrees.
+    encoder: PromptEncoder, history: Messages, tools: Messages | None, prompt_ids: list[int], answer: ChatAnswer
+) -> SampledAnswer:
+    """Return the answer's ids: the server's own, or its text tokenised.
 
-    Raises ValueError where the server ended the answer by anything but an end token of the target: no row gets one that the
-    target did not write.
+    Raises ValueError where the server's count disagrees, and where it ended the answer by anything but an end token of the
+    target: no row gets one that the target did not write.
     """
     reason, count = answer.finish_reason, answer.completion_tokens
     ids, source = answer.answer_ids, "server"
@@ -144,11 +121,11 @@ def recover_token_ids(
     # Some servers leave the end token out of their count.
     allowed = (len(ids), len(ids) - 1) if reason == "stop" else (len(ids),)
     if source == "text, as many" and count not in allowed:
-        return None
+        raise ValueError(f"the server counted {count} tokens; its text, tokenised again, gives {len(ids)}")
     return SampledAnswer(prompt_ids, ids, reason, source)
 
 
-def _find_unshown_end(encoder: PromptEncoder, ids: list[int], answer: ServedAnswer) -> int:
+def _find_unshown_end(encoder: PromptEncoder, ids: list[int], answer: ChatAnswer) -> int:
     """Return the end token that the target wrote behind `ids`. Raises ValueError where nothing shows that it wrote one."""
     stop = answer.stopped_at
     if stop in encoder.eos:

@@ -54,9 +54,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
 from stages.draft.eagle3 import DraftMLP, RMSNorm, apply_rotary
 from stages.draft.rotary import RotaryModule
+from stages.families.block.config import EVERYTHING, BlockDraftConfig, Sight
 
 # Attention of block rows: queries [N, Q, A, E], keys and values [N, S + Q, G, E] -> [N, Q, A, E].
 BlockAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -376,13 +376,6 @@ class BlockDraft(RotaryModule):
         if shortlist.ids is None or self.candidate_selector is None:
             return self.condition_logits(shortlist.logits, states, previous)
         return self.candidate_selector.score_candidates(*shortlist, states, previous)
-
-    def compute_confidence(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Return the logits [...] of the acceptance of drafts, from drafting states [..., H] and the tokens before."""
-        assert self.confidence_head is not None, "this draft has no confidence head"
-        if self.config.confidence_head_with_markov and self.markov_head is not None:
-            states = torch.cat([states, self.markov_head.markov_w1(previous)], -1)
-        return self.confidence_head(states)
 
     def draft_greedily(self, states: Tensor, anchor_tokens: Tensor, head: Tensor) -> Tensor:
         """Return the most probable drafts [..., D] of drafting states [..., D, H]; slot by slot where they are conditional."""
