@@ -6,7 +6,6 @@ where `prepare_prompts` reads them. What is here already stays as it is. The tar
 the stages that read them.
 """
 
-import errno
 import hashlib
 import os
 import shutil
@@ -119,36 +118,27 @@ def _check_digest(path: Path, source: RecipeFile, remedy: str) -> str:
 
 def _explain_failures(origin: str, dataset: str | None, download: Callable[[], Any]) -> Any:
     """Return what `download` returns. Raises ValueError that says why it failed and what to do."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     try:
         return download()
     except (errors.HTTPError, OSError, ValueError) as error:
-        raise ValueError(f"{origin}: {_explain(error, dataset)}") from error
-
-
-def _explain(error: BaseException, dataset: str | None) -> str:
-    from huggingface_hub import constants, errors
-
-    again = "run the same again: complete downloads are kept"
-    cause: BaseException | None = error
-    while cause:  # datasets wraps what the Hub's client raises
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        is_absent = isinstance(cause, errors.EntryNotFoundError) and not isinstance(
-            cause, errors.LocalEntryNotFoundError
-        )
+        status = _find_status(error)
         if status in (401, 403):
             page = f", and accept its terms at {constants.ENDPOINT}/datasets/{dataset}" if dataset else ""
-            token = "set HF_TOKEN to a token that may read it"
-            return f"refused ({status}): it does not exist, is private or gated; {token}{page}"
-        if status == 429:
-            return f"too many requests (429); wait some minutes, or set HF_TOKEN, which has higher limits, and {again}"
-        if isinstance(cause, errors.RevisionNotFoundError):
-            return "there is no such revision; correct it in the recipe"
-        if status == 404 or is_absent:
-            return "not found there (404); correct the source in the recipe"
-        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-            return f"no space left on the disk; make room and {again}"
+            advice = f"it is private, gated or absent: set HF_TOKEN to a token that may read it{page}"
+        else:
+            advice = "correct the source in the recipe, or the connection, and run the same again: complete downloads are kept"
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        found = f"{type(error).__name__}{f' ({status})' if status else ''}: {reason}"
+        raise ValueError(f"{origin}: {found}; {advice}") from error
+
+
+def _find_status(error: BaseException) -> int | None:
+    """Return the HTTP status that a download failed with: datasets wraps what the Hub's client raises."""
+    cause: BaseException | None = error
+    while cause:
+        if status := getattr(getattr(cause, "response", None), "status_code", None):
+            return int(status)
         cause = cause.__cause__ or cause.__context__
-    reason = (str(error).splitlines() or ["no reason given"])[0]
-    return f"the download failed ({type(error).__name__}: {reason}); check the connection and {again}"
+    return None

@@ -175,10 +175,10 @@ def test_a_recipe_of_somebody_else_runs_no_code(
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (401, r"refused \(401\): it does not exist, is private or gated; set HF_TOKEN"),
-        (404, r"not found there \(404\); correct the source in the recipe"),
-        (429, r"too many requests \(429\); wait some minutes, or set HF_TOKEN"),
-        ("cut", "the download failed .*; check the connection and run the same again: complete downloads are kept"),
+        (401, r"\(401\): .*; it is private, gated or absent: set HF_TOKEN"),
+        (404, r"\(404\): .*; correct the source in the recipe"),
+        (429, r"\(429\): .*; correct the source in the recipe, or the connection, and run the same again"),
+        ("cut", r"; correct the source .* run the same again: complete downloads are kept"),
     ],
 )
 def test_a_failure_is_one_message_and_leaves_nothing(hub: Hub, kind: int, fault: int | str, message: str) -> None:
