@@ -13,9 +13,30 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from pipeline.command_help import GroupedCommands
 from stages.telemetry.interruption import INTERRUPTED, escape_controls, filter_terminal, watch_ctrl_c
+
+# The overview of `aerie --help`: every command, by what one wants to do.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Run the pipeline": ("doctor", "preview", "write-questions", "stale", "estimate", "run"),
+    "Read the results": ("table", "launch", "export", "card"),
+    "Use a recipe": ("use", "fetch", "reproduce"),
+    "Runs started in the pages": ("ui", "promote", "drop"),
+    "Several hosts": ("worker", "pull"),
+}
+
+
+class GroupedCommands(TyperGroup):
+    """Lists its commands by GROUPS, in the order of that table."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, self.commands))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                helps = {name: self.commands[name].get_short_help_str(formatter.width - 6 - width) for name in names}
+                formatter.write_dl([(f"{name:<{width}}", text) for name, text in helps.items()])
+
 
 app = typer.Typer(
     name="aerie",

@@ -12,6 +12,12 @@ from pipeline import cli
 from tests.conftest import ROOT
 
 
+def test_every_command_is_in_one_group_of_the_help() -> None:
+    """Bug: `card`, which was in no group, was shown among the commands for several hosts."""
+    grouped = [name for names in cli.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(cli.typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("words", [["start"], ["worker", "--limit", "0"], ["worker", "--limit", "many"], ["drop"]])
 def test_unknown_arguments_end_with_1_and_name_the_help(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
