@@ -8,7 +8,6 @@ DVC tracks that file, and the data changes only when its text does. Its rows are
     revision: 8049631c405ae6576f93f445c6b8166f76f5505a   # a commit; a branch is resolved, and its commit reported
 """
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator
@@ -17,28 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from stages.params.data_sections import ColumnNames
+from stages.params.section import Text
 from stages.runtime import foreign_paths, guarded_yaml
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
 STREAMED_ROWS = 64  # of a batch of a streamed dataset: a row may contain an image
 
 
-@dataclass(frozen=True)
-class HubPin:
+class HubPin(BaseModel):
     """A dataset of the Hugging Face Hub, as a NAME.hub.yaml file has it."""
 
-    dataset: str  # id, or a local folder
-    name: str | None  # configuration, where it has several
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    dataset: Text  # id, or a local folder
+    name: Text | None  # configuration, where it has several
     split: str | None
-    revision: str | None  # a commit or a branch; None: the default branch
-    columns: dict[str, str] | None = None  # as fix_data.columns, of this dataset; None: fix_data.columns
-    rows: int | None = None  # read no more than the first so many; None: all
-
-
-REQUIRED_PIN_KEYS = ("dataset", "name", "split", "revision")
+    revision: Text | None  # a commit or a branch; None: the default branch
+    columns: ColumnNames | None = None  # as fix_data.columns, of this dataset; None: fix_data.columns
+    rows: PositiveInt | None = None  # read no more than the first so many; None: all
 
 
 @dataclass(frozen=True)
@@ -54,28 +51,15 @@ class HubRecord:
 
 
 def read_hub_pin(path: Path) -> HubPin:
-    """Return the pin in a NAME.hub.yaml. Raise ValueError where its keys are not those of HubPin, the last two optional."""
-    keys = [field.name for field in dataclasses.fields(HubPin)]
-    pin = guarded_yaml.read_yaml(path)
-    if not isinstance(pin, dict) or not set(REQUIRED_PIN_KEYS) <= set(pin) <= set(keys):
-        found = ", ".join(map(str, pin)) if isinstance(pin, dict) else repr(pin)
-        raise ValueError(
-            f"{path}: expected the keys {', '.join(REQUIRED_PIN_KEYS)}, and if need be columns and rows, found {found}; "
-            "docs/data.md shows one"
-        )
-    for key in REQUIRED_PIN_KEYS:
-        value = pin[key]
-        if not (isinstance(value, str) and value) and not (value is None and key in ("name", "revision")):
-            raise ValueError(f"{path}: {key}: expected text, found {value!r}; correct it (a commit in quotes)")
-    rows = pin.get("rows")
-    if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-        raise ValueError(f"{path}: rows: expected a number of rows from 1, or null for all, found {rows!r}; correct it")
+    """Return the pin in a NAME.hub.yaml, which names a split. Raise ValueError where its keys are not those of HubPin."""
     try:
-        TypeAdapter(ColumnNames | None).validate_python(pin.get("columns"))
+        pin = HubPin.model_validate(guarded_yaml.read_yaml(path))
     except ValidationError as error:
-        found = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{path}: columns: {found}, found {pin['columns']!r}; correct it (docs/data.md)") from None
-    return HubPin(**pin)
+        advice = "correct it (a commit in quotes); docs/data.md shows one"
+        raise ValueError(guarded_yaml.explain_schema_errors(error, str(path), advice)) from None
+    if not pin.split:
+        raise ValueError(f"{path}: split: expected a text, found {pin.split!r}; name one, as train")
+    return pin
 
 
 def read_hub_dataset(

@@ -14,6 +14,8 @@ import re
 import struct
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
@@ -65,14 +67,21 @@ def save_image(data: bytes, folder: Path, extension: str | None = None) -> str |
     return name
 
 
+@contextmanager
+def _open_image(data: bytes, formats: tuple[str, ...] | None = None) -> Iterator[Image.Image]:
+    """Open an image, of any format where `formats` is None, without Pillow's warning of a large one."""
+    with (
+        _warnings_lock,
+        warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),
+        Image.open(io.BytesIO(data), formats=formats) as file,
+    ):
+        yield file
+
+
 def can_decode(data: bytes, formats: tuple[str, ...] = FILE_FORMATS) -> bool:
     """Return whether bytes are a whole image of one of these formats."""
     try:
-        with (
-            _warnings_lock,
-            warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),
-            Image.open(io.BytesIO(data), formats=formats) as file,
-        ):
+        with _open_image(data, formats) as file:
             file.load()
     except Exception:  # decoders raise many types
         return False
@@ -85,11 +94,7 @@ def is_too_large(data: bytes) -> bool:
     False for bytes that Pillow can't read: the stage that decodes them reports why.
     """
     try:
-        with (
-            _warnings_lock,
-            warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),
-            Image.open(io.BytesIO(data)) as file,
-        ):
+        with _open_image(data) as file:
             return file.width * file.height > MAX_PIXELS
     except Image.DecompressionBombError:  # over Pillow's own limit
         return True

@@ -51,7 +51,8 @@ def read_prompt_set(
     row_of_id: dict[str, str] = {}
     malformed: dict[str, MalformedRowError] = {}
     unit, total = "line" if source.endswith((".jsonl", ".txt")) else "row", 0
-    for prefix, folder, number, row in _read_numbered_rows(HubPin(source, name, split, revision, columns)):
+    pin = HubPin(dataset=source, name=name, split=split, revision=revision, columns=columns)
+    for prefix, folder, number, row in _read_numbered_rows(pin):
         total, where = total + 1, f"{prefix}{number + 1}"
         try:
             if row is None:

@@ -177,15 +177,6 @@ class _PublicationFile(_FileSection):
         return metrics
 
 
-def _explain_error(error: ValidationError, where: str) -> str:
-    """Return the first error in one line: its location below `where`, what was expected, what was found."""
-    first = error.errors()[0]
-    keys = ".".join(map(str, first["loc"]))
-    if first["type"] == "value_error":  # of the validators above: already complete
-        return f"{where}: {keys}: {first['ctx']['error']}"
-    return f"{where}: {keys}: {first['msg']}, found {first['input']!r:.200}; correct it"
-
-
 # Publications
 
 
@@ -231,7 +222,7 @@ def read_publication(path: Path) -> Publication:
     except FileNotFoundError:
         raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
     except ValidationError as error:
-        raise ValueError(_explain_error(error, str(path))) from None
+        raise ValueError(guarded_yaml.explain_schema_errors(error, str(path))) from None
     rows = [
         row for n, table in enumerate(file.tables) for row in _read_table(path, file, table, f"{path}: tables[{n}]")
     ]
@@ -308,7 +299,7 @@ def _split_values(
     try:
         return PublishedSetting.model_validate(own).model_dump(exclude_unset=True), numbers
     except ValidationError as error:
-        raise ValueError(_explain_error(error, where)) from None
+        raise ValueError(guarded_yaml.explain_schema_errors(error, where)) from None
 
 
 def _parse_number(value: Any, metric: PublishedMetric, where: str) -> float:

@@ -4,12 +4,15 @@ import errno
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, ScalarEvent
 
 from stages.runtime import guarded_files
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MOST_LEVELS = 32  # params.yaml has four, a published table six
 INTEGER = re.compile(r"[+-]?(\d[\d_]*|0[xo][\da-fA-F_]+)")
@@ -39,6 +42,21 @@ def parse_yaml(text: str) -> Any:
         if not guarded_files.is_parser_error(error):
             raise
         raise ValueError(_explain(error)) from None
+
+
+def explain_schema_errors(error: "ValidationError", where: str, advice: str = "correct it") -> str:
+    """Return in one line what the schema of a file refuses: each key below `where`, what was expected and what was found."""
+    lines = dict[str, None]()  # a set in order
+    for found in error.errors(include_url=False):
+        key = ".".join(map(str, found["loc"]))
+        if found["type"] == "value_error":  # of a validator of ours: already complete
+            text = str(found["ctx"]["error"])
+        elif found["type"] == "extra_forbidden":
+            text = f"unknown key; {advice}"
+        else:
+            text = f"{found['msg']}, found {found['input']!r:.200}; {advice}"
+        lines[f"{key}: {text}" if key else text] = None
+    return f"{where}: {'; '.join(lines)}"
 
 
 def _check_sizes(text: str) -> None:

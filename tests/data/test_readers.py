@@ -151,7 +151,10 @@ def test_a_dataset_goes_through_datasets(tmp_path: Path, offline_cache: Path) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{dataset: a/b, name: null, split: train, revision: 8049631}", "revision: expected text, found 8049631"),
+        (
+            "{dataset: a/b, name: null, split: train, revision: 8049631}",
+            "revision: Input should be a valid string, found 8049631",
+        ),
         (
             "{dataset: a/b, name: null, split: t, revision: null, columns: {ask: q}}",
             "columns: has the key ask, expected some of",

@@ -8,7 +8,7 @@ import re
 from fractions import Fraction
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
@@ -230,15 +230,5 @@ def load_table_file(path: Path) -> TableFile:
     try:
         return TableFile.model_validate(content)
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(found) for found in error.errors())
-        raise ValueError(f"{path}: {'; '.join(lines)}") from None
-
-
-def _explain(error: Any) -> str:
-    """Explain one of pydantic's errors as "key: expected, found": its location has the types of values as parts too."""
-    key = ".".join(map(str, error["loc"]))
-    if error["type"] == "value_error":  # of the validators above: already complete
-        return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
-    if error["type"] == "extra_forbidden":
-        return f"{key}: unknown key; correct it (docs/data.md has all)"
-    return f"{key}: {error['msg']}, found {error['input']!r:.200}; correct it (docs/data.md)"
+        advice = "correct it (docs/data.md has all keys)"
+        raise ValueError(guarded_yaml.explain_schema_errors(error, str(path), advice)) from None
