@@ -64,7 +64,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
     from stages.params.cell_trees import describe_left_out
 
     params = check_run_params()
-    with workspaces.exclusive_run(partial(print, flush=True)) as held_files:
+    with workspaces.hold_workspace(partial(print, flush=True)) as held_files:
         reasons = dvc_graph.explain_stale()
         stages = dvc_graph.list_stages()
         if reasons:

@@ -149,7 +149,7 @@ def _prepare_run(stack: contextlib.ExitStack, name: str, change: Callable[[], No
     if change:
         name = workspaces.name_workspace(name, str(runtime.flow_run.id))
         stack.enter_context(contextlib.chdir(workspaces.make_workspace(name)))
-    held = stack.enter_context(workspaces.exclusive_run(get_run_logger().warning))
+    held = stack.enter_context(workspaces.hold_workspace(get_run_logger().warning))
     if change:
         change()
     params = load_params()

@@ -221,9 +221,11 @@ def _write_merged(base: str, layers: list[Sections], label: str) -> Iterator[tup
     """Yield a temporary params.yaml that is `base` with these keys, and a line for each that differs from params.yaml here."""
     text, touched = _merge_sections(base, layers)
     changes = _list_changes(PARAMS_FILE.read_text(encoding="utf-8"), text, touched)
-    if problem := _explain_invalid(text):
-        raise ValueError(f"{label}: {problem}")
     with _write_temporary(text) as file:
+        try:
+            schema.load_params(file)
+        except ValueError as error:
+            raise ValueError(f"{label}: {str(error).replace(str(file), f'{PARAMS_FILE} with it')}") from None
         yield file, changes
 
 
@@ -237,16 +239,6 @@ def _write_temporary(text: str) -> Iterator[Path]:
         yield Path(file.name)
     finally:
         Path(file.name).unlink(missing_ok=True)
-
-
-def _explain_invalid(text: str) -> str | None:
-    """Return what is wrong with a params.yaml of this text, None if it is valid."""
-    with _write_temporary(text) as file:
-        try:
-            schema.load_params(file)
-        except ValueError as error:
-            return str(error).replace(str(file), "params.yaml with it")
-    return None
 
 
 class _NullRepresenter(RoundTripRepresenter):

@@ -48,7 +48,7 @@ def reproduce_recipe(name: str, keep: bool = False) -> Iterator[str]:
             at the end, if stages failed.
     """
     stale: list[str] | None = None
-    with workspaces.exclusive_run(print) as held_files:
+    with workspaces.hold_workspace(print) as held_files:
         yield from take_recipe(name, keep)
         stages = dvc_graph.list_stages()
         with processes.guard_run(held_files), processes.preload_stages(len(stages)):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pipeline import dvc_graph
 from pipeline.processes import capture_output
@@ -31,26 +31,16 @@ NAME_LENGTH = 64
 
 
 @contextmanager
-def hold_workspace(log: Callable[[str], object], path: Path = LOCK_PATH) -> Iterator[TextIO]:
-    """Lock a workspace, by default this folder, for one run; wait for another run's end -> the locked file.
+def hold_workspace(log: Callable[[str], object], path: Path = LOCK_PATH) -> Iterator[list[int]]:
+    """Lock a workspace, by default this folder, for one run; wait for another run's end -> the files for `processes.guard_run`.
 
-    The file must stay open for as long as a stage runs.
+    They must stay open for as long as a stage runs. Every run of more than one stage starts with this.
     """
     if (held := try_lock(path)) is None:
         log("another run is at work here; waiting for its end")
         while (held := try_lock(path)) is None:
             time.sleep(1)
     with held:
-        yield held
-
-
-@contextmanager
-def exclusive_run(log: Callable[[str], object]) -> Iterator[list[int]]:
-    """Hold this workspace for one run -> the open files that `processes.guard_run` must share.
-
-    Every run of more than one stage starts with this: a flow's, `make run`'s, a recipe's.
-    """
-    with hold_workspace(log) as held:
         yield [held.fileno()]
 
 

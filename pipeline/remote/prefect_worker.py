@@ -49,9 +49,9 @@ def _run_order(order: dvc_remote.StageOrder) -> State[None]:
         try:
             stack.enter_context(contextlib.chdir(folder))
             dvc_remote.unpack_order(order)
-            stack.enter_context(processes.guard_run([held.fileno()]))
+            stack.enter_context(processes.guard_run(held))
             lease = stack.enter_context(_wait_for_lease(order.stage))
-            files = [held.fileno(), *(file.fileno() for file in lease.files)]
+            files = [*held, *(file.fileno() for file in lease.files)]
             outcome = dvc_graph.reproduce_stage(order.stage, ProgressLog(order.stage, log), lease.environment, files)
             dvc_remote.push_results(order.stage)
             shutil.rmtree(folder)  # after a failure the folder stays, to be looked at and resumed
