@@ -63,6 +63,7 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
             yield from check_files(params, *fetched)
             yield from (Finding("note", line) for line in checks.list_remarks(params))
             yield from _check_estimate(path, file)
+    yield from preflight.check_writable()
     yield from _check_dvc()
 
 

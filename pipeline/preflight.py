@@ -1,5 +1,6 @@
 """Check what a run needs of this machine: files, datasets, engines, GPUs, disk. Each finding names the command that gets it."""
 
+import os
 import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from stages.params.units import GIB, format_bytes
 
 MIN_FREE_BYTES = 2 * GIB  # a run of the embedded target with its cache takes under 1 GiB
 MARKS = {True: "ok     ", False: "PROBLEM", None: "       "}
+WRITTEN_FOLDERS = (".", ".dvc", ".dvc/cache", ".dvc/tmp", ".scratch", "artifacts", "data", "drafts", "logs", "results")
 # Weights are not all that a GPU holds: KV cache, activations, a draft.
 WEIGHTS_SHARE = 0.9
 
@@ -138,6 +140,21 @@ def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
         found = f"{format_bytes(weight_bytes)} of weights on {needed} GPU{'s' if needed > 1 else ''}"
         advice = "spread a copy over more GPUs: benchmark.num_gpus_per_model, benchmark_served.servers.*.tp"
         yield Finding("GPU memory", found, fits, "" if fits else advice)
+
+
+def check_writable() -> Iterator[Finding]:
+    """Yield a problem where a run can't write here: a read-only file system, or folders of another user."""
+    refused = [
+        folder for folder in WRITTEN_FOLDERS if Path(folder).is_dir() and not os.access(folder, os.W_OK | os.X_OK)
+    ]
+    if not refused:
+        return
+    if any(os.statvfs(folder).f_flag & os.ST_RDONLY for folder in refused):
+        advice = "mount it for writing, or work in a copy on another disk"
+        yield Finding("writing", f"{Path.cwd()} is on a read-only file system", False, advice)
+    else:
+        advice = "make them this user's: sudo chown -R $USER ."
+        yield Finding("writing", f"no permission to write in {', '.join(refused)}", False, advice)
 
 
 def check_disk(needed_bytes: float | None) -> Finding:

@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any, Self
 
 from huggingface_hub import try_to_load_from_cache
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeInt
 from tokenizers import Tokenizer
 
 from stages.cells.record import Record
@@ -23,6 +23,10 @@ CHARS_A_TOKEN = 3  # where the target's tokenizer is not here: few, so that leng
 MOST_BYTES = 2**31  # of raw files that are read to count their rows
 
 
+class EpochTokens(Record, extra="ignore"):
+    tokens: NonNegativeInt
+
+
 class StageCounts(Record, extra="ignore"):
     """The counts in the file of any stage that an estimate reads."""
 
@@ -30,6 +34,7 @@ class StageCounts(Record, extra="ignore"):
     files: dict[str, Any] | None = None
     rows_out: NonNegativeInt = 0
     tokens: NonNegativeInt | dict[str, NonNegativeInt] = 0  # by split
+    epochs: list[EpochTokens] = Field(default_factory=list)
 
     @classmethod
     def read(cls, path: str) -> Self:
@@ -78,7 +83,7 @@ def _count_conversations(p: schema.Params, sample: RawSample | None) -> int | No
 
 def _read_row_tokens(p: schema.Params, sample: RawSample | None) -> int:
     """Return the mean length of rows: of those extracted here with this target, else of prompts and answers, had or allowed."""
-    hiddens, is_of_target = StageCounts.read("results/hiddens_report.json"), _is_of_target_here(p)
+    hiddens, is_of_target = StageCounts.read("results/hiddens_report.json"), is_of_target_here(p)
     if is_of_target and hiddens.rows_out:
         return math.ceil(hiddens.count_tokens() / hiddens.rows_out)
     if sample is None:
@@ -89,7 +94,7 @@ def _read_row_tokens(p: schema.Params, sample: RawSample | None) -> int:
     return math.ceil(sample.prompt_tokens) + answer
 
 
-def _is_of_target_here(p: schema.Params) -> bool:
+def is_of_target_here(p: schema.Params) -> bool:
     """Return whether the results here are of these parameters' target."""
     return StageCounts.read("artifacts/target/target.json").model == p.target.model
 

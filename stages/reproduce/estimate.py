@@ -34,8 +34,10 @@ from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes
 from stages.reproduce import data_size
 from stages.reproduce.block_flop import BlockFlop, BlockWork
+from stages.reproduce.data_size import StageCounts
 from stages.reproduce.target_size import TargetSize, format_count, get_itemsize, read_target_size
 from stages.target.manifest import TargetManifest
+from stages.telemetry import stage_log
 from stages.telemetry.run_stage import run_stage
 
 # Share of an H200's memory bandwidth, by datasheet; both compute 989 TFLOP/s in bfloat16.
@@ -125,7 +127,8 @@ def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu:
         result.add_line("training rows", "not counted", advice)
     _add_disk(result, p, rows, target, draft)
     if p.target.device == "cpu":
-        result.add_line("GPU", "none", "target.device is cpu, of which no rates are known")
+        result.add_line("GPU", "none", "target.device is cpu; times are those of stages that ran here with this target")
+        _add_logged_times(result, p, rows)
     else:
         hours = _Hours(result, p, rows, target, draft, GPUS[gpu])
         if p.sample_target.backend != "keep":
@@ -228,6 +231,31 @@ def _count_token_bytes(p: schema.Params, manifest: TargetManifest) -> float:
 def _get_eval_rows(p: schema.Params) -> int:
     """Return the most rows that one eval set can have."""
     return p.sample_target.eval_rows or p.fix_data.eval_rows or 0
+
+
+def _add_logged_times(result: RunEstimate, p: schema.Params, rows: RowCounts) -> None:
+    """Add the time of each stage of tokens that has run here with this target, by this machine's log."""
+    if not data_size.is_of_target_here(p):
+        return
+    seconds = {run.stage: run.seconds for run in stage_log.read_log()}  # of the last run of each
+    sampled, hiddens = (StageCounts.read(f"results/{name}_report.json") for name in ("sample", "hiddens"))
+    answers = (rows.train + rows.evaluated) * min(rows.length, p.sample_target.max_new_tokens)
+    work = {
+        "sample_target": (answers, sampled.count_tokens()),
+        "extract_hiddens": (rows.count_stored_tokens(p), hiddens.count_tokens()),
+    }
+    for name, segment in p.train_draft.checkpoints.items():
+        epochs = StageCounts.read(f"results/train/{name}.json").epochs
+        done = sum(epoch.tokens for epoch in epochs[-segment.epochs :])
+        work[f"train_draft@{name}"] = segment.epochs * rows.train * rows.length, done
+    for stage, (tokens, done) in work.items():
+        if done and seconds.get(stage):
+            rate = done / seconds[stage]
+            estimate = result.stages.setdefault(stage.partition("@")[0], StageEstimate())
+            estimate.seconds = (estimate.seconds or 0) + tokens / rate
+            result.add_line(
+                stage, f"{tokens / rate:,.0f} s", f"{tokens:,} tokens at {rate:,.0f} tokens/s of its last run here"
+            )
 
 
 # Hours

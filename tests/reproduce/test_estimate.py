@@ -1,6 +1,7 @@
 """Estimates against what models really have, what was measured, and a slow count."""
 
 import json
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from stages.params import schema
 from stages.params.draft_sections import TrainDraft
 from stages.params.units import format_bytes
 from stages.reproduce import data_size, estimate, target_size
+from stages.telemetry.stage_log import StageRun
 from tests.conftest import ROOT
 
 PRINTED = {  # model cards; Qwen3-VL's counts its vision tower
@@ -166,3 +168,24 @@ def test_without_a_recipe_rows_are_those_of_the_data_here(tmp_path: Path) -> Non
     assert data_size.apply_data(p)[1] == 165
     other = p.model_copy(update={"target": p.target.model_copy(update={"model": "our/other"})})
     assert data_size.apply_data(other)[1] > 90
+
+
+def test_times_on_a_cpu_are_those_of_this_machines_log() -> None:
+    """Bug: on a CPU every time was a dash, though the log here had the rate of each stage."""
+    p, _ = shape_of("weather-tiny")
+    assert estimate.estimate_run(p, 100, 165).stages.get("sample_target") is None
+    for path, content in {
+        "artifacts/target/target.json": {"model": p.target.model},
+        "results/sample_report.json": {"tokens": {"train": 800, "eval": 200}},
+        "results/train/e003.json": {"epochs": [{"tokens": 500}] * 3},
+    }.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(content))
+    Path("logs").mkdir()
+    runs = [asdict(StageRun(stage, 0, 1, {}, seconds, [], None)) for stage, seconds in
+            (("sample_target", 7.0), ("sample_target", 10.0), ("train_draft@e003", 30.0))]  # fmt: skip
+    Path("logs/stages.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+    found = estimate.estimate_run(p, 100, 165).stages
+    assert found["sample_target"].seconds == (p.sample_target.train_rows + 2 * 40) * 165 / 100
+    assert found["train_draft"].seconds == 3 * p.sample_target.train_rows * 165 / 50
+    assert found["extract_hiddens"].seconds is None
