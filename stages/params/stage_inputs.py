@@ -417,31 +417,24 @@ def check_inputs(name: str) -> None:
 def note_run() -> None:
     """Note which DVC runs `inputs`: the stages that it runs later belong to these inputs, whatever is edited meanwhile."""
     RUN_NOTE.parent.mkdir(exist_ok=True)
-    RUN_NOTE.write_text(_name_dvc(), encoding="utf-8")
+    RUN_NOTE.write_text(identify_dvc(), encoding="utf-8")
 
 
 def is_run_of_inputs() -> bool:
     """Return whether this stage is of a run that began with `inputs`: one of aerie's, or of the same DVC."""
     if RUN_MARK_VARIABLE in os.environ:
         return True
-    return RUN_NOTE.exists() and RUN_NOTE.read_text(encoding="utf-8") == _name_dvc()
+    return RUN_NOTE.exists() and RUN_NOTE.read_text(encoding="utf-8") == identify_dvc()
 
 
-def _name_dvc() -> str:
-    dvc = find_dvc()
-    return f"{dvc.pid} {dvc.create_time()}" if dvc else ""
-
-
-def find_dvc() -> psutil.Process | None:
-    """Return the DVC that runs this stage: the nearest above this process, or that of the process it is forked for."""
-    with suppress(psutil.Error):
-        if found := os.environ.get(DVC_VARIABLE):
-            return psutil.Process(int(found))
-    for process in psutil.Process().parents():
+def identify_dvc() -> str:
+    """Return the process id and start of the DVC that runs this stage: the nearest above, or that of whom it is forked for."""
+    forked_for = os.environ.get(DVC_VARIABLE)
+    for process in [psutil.Process(int(forked_for))] if forked_for else psutil.Process().parents():
         with suppress(psutil.Error):
             if any("dvc" in word for word in process.cmdline()[:3]):
-                return process
-    return None
+                return f"{process.pid} {process.create_time()}"
+    return ""
 
 
 def list_differences(before: Inputs, after: Inputs) -> list[str]:

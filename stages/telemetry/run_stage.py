@@ -71,8 +71,8 @@ def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
             stage = _stage_name(sys.argv)
             if os.environ.get("DVC_STAGE", "inputs") != "inputs" and "RANK" not in os.environ:
                 stage_inputs.check_inputs(os.environ["DVC_STAGE"])
-                if stage_inputs.RUN_MARK_VARIABLE not in os.environ and (dvc := stage_inputs.find_dvc()):
-                    fork_server.start_for_dvc(stage, dvc.pid)
+                if stage_inputs.RUN_MARK_VARIABLE not in os.environ and (dvc := stage_inputs.identify_dvc()):
+                    fork_server.start_for_dvc(stage, int(dvc.split()[0]))
             if stage != "inputs":  # of `aerie stale` too, beside a run
                 watched.enter_context(scratch.lock_stage(stage))
             unfinished.begin_stage(stage)

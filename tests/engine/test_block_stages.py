@@ -75,7 +75,7 @@ def read_answers(line: TableLine) -> list[tuple[int, int | None, int | None]]:
 
 
 def test_a_cell_of_sampled_drafts_says_so_and_at_temperature_0_is_greedy(project: Path) -> None:
-    """Of one method: tests/engine/test_sampled_drafts.py compares the cycles of each with a slow one's."""
+    """One method is enough: tests/engine/test_sampled_drafts.py compares the cycles of each with a slow one's."""
     write_draft("dspark")
     found = {}
     for temperature, draft_sampling in ((0.8, "sampled"), (0.8, "greedy"), (0.0, "sampled"), (0.0, "greedy")):

@@ -72,7 +72,7 @@ def test_what_every_engine_and_family_runs_is_left_out_for_none(project: Path) -
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `inputs` makes of the project; made once."""
+    """The inputs of the project, made once."""
     folder = tmp_path_factory.mktemp("inputs")
     for name in ("params.yaml", "dvc.yaml"):
         shutil.copy(ROOT / name, folder)
