@@ -70,9 +70,8 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
 def _list_problems(params: Params, file: Path) -> Iterator[str]:
     """Yield what `aerie run` refuses of valid parameters, but a missing file that `check_files` names."""
     yield from checks.list_problems(params)
-    if not params.target.model.endswith(
-        GGUF_SUFFIX
-    ):  # checked with the size of a run, by one process that reads the file
+    # A GGUF file is checked with the size of a run, by one process that reads it.
+    if not params.target.model.endswith(GGUF_SUFFIX):
         try:
             target_checks.check_target_config(params, file)
         except ValueError as error:

@@ -236,7 +236,7 @@ def _advise(name: str, measurement: OverfitMeasurement, of_whole_chains: float) 
         )
     look_at = ""
     if name != ROOT_CHECKPOINT:
-        look_at = f"train_draft.checkpoints.{name} (feature_layers, mask_token_id, layers), at "
+        look_at = f"train_draft.checkpoints.{name} (feature_layers, layers), at "
     return (
         f"Loss went {losses[0]:.3f} -> {losses[-1]:.3f}: if it fell, raise check_overfit.steps; if not, look at "
         f"{look_at}target.feature_layers and at the row's loss span; if it is nan, lower check_overfit.learning_rate"

@@ -49,9 +49,8 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
     params.init_draft.choose_vocab_size(config.get_text_config().vocab_size)
     try:
         shapes = config_facts.read_config_facts(config)
-        if (
-            params.init_draft.makes_fresh_draft and params.init_draft.draft_config_path is None
-        ):  # which may give another
+        # A file of the draft's config may give another RoPE.
+        if params.init_draft.makes_fresh_draft and params.init_draft.draft_config_path is None:
             rotary.check_rope(shapes["rope"], shapes["head_dim"])
     except ValueError as error:
         raise ValueError(f"{PARAMS_FILE}: target.model {model}: {error}") from None

@@ -286,7 +286,7 @@ def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
 
 
 def _read_sections(path: Path, if_missing: str, root: Path | None = None) -> dict[str, Any]:
-    """Return a file's sections, none of them with a key of an earlier version."""
+    """Return the sections of a file of parameters. Raises ValueError where it is missing or has none."""
     try:
         found = guarded_yaml.read_yaml(path, root)
     except (FileNotFoundError, IsADirectoryError):

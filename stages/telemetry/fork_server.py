@@ -92,7 +92,7 @@ def read_note() -> tuple[int, str | None]:
 
 
 def _list_ancestors() -> Iterator[int]:
-    process = os.getppid()
+    process = os.getppid()  # not by psutil, which each client would import
     while process > 1:
         yield process
         process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
