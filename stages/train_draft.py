@@ -104,7 +104,6 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
         progress = TrainingProgress({})
     else:
         draft, progress = read_draft(parent)
-    last_epoch = checkpoint.read_progress(parent, parent_stage)["epoch"] + segment.epochs
     if resumed and ranks.first:
         print(f"resumed after epoch {progress.epoch} from {work}")
         unfinished.note_progress(f"after epoch {progress.epoch}")
@@ -112,6 +111,9 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     layers = draft.feature_layers
     layer_indices = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {segment.from_}")
     hidden_states = HiddenStatesReader(TRAIN_FOLDER, layer_indices)
+    epochs = segment.count_epochs(len(hidden_states))
+    last_epoch = checkpoint.read_progress(parent, parent_stage)["epoch"] + epochs
+    horizon = segment.horizon_epochs or last_epoch
     settings = fill_batch_tokens(settings, hidden_states.lengths)
     training.freeze(draft, head, settings.train_head, target_manifest.logits_scale)
     objective, compute_loss = training.build_objective(draft, segment, settings, target_manifest.logits_scale)
@@ -119,11 +121,11 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     if ranks.first and reader.has_rows(EVAL_FOLDER):
         scored = replace(draft, module=copy.deepcopy(draft.module))  # before the trainer shards the module
     learned = draft.module, embedding, head, objective, compute_loss
-    trainer = Trainer(*learned, settings, ranks, progress, segment.horizon_epochs, training.is_table)
+    trainer = Trainer(*learned, settings, ranks, progress, horizon, training.is_table)
     del progress  # the trainer has its own copy of the optimizer state
-    trainer.schedule = plan_schedule(hidden_states.lengths, settings, segment.horizon_epochs)
-    warmup, epochs = trainer.schedule.warmup_steps, range(trainer.epoch, last_epoch)
-    few_steps = explain_few_steps(hidden_states.lengths, settings, warmup, trainer.step, epochs)
+    trainer.schedule = plan_schedule(hidden_states.lengths, settings, horizon)
+    left = range(trainer.epoch, last_epoch)
+    few_steps = explain_few_steps(hidden_states.lengths, settings, trainer.schedule.warmup_steps, trainer.step, left)
     if few_steps and ranks.first:
         print(f"warning: {name}: {few_steps}", flush=True)  # `aerie run` shows it at once
     score = _open_held_out(scored, trainer, target_manifest, layer_indices)

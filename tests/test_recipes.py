@@ -24,6 +24,7 @@ from stages import init_draft
 from stages.cells.cell import Cell
 from stages.draft.eagle3 import Eagle3Draft
 from stages.params import schema
+from stages.params.draft_sections import TrainDraft
 from stages.params.engines import list_environments
 from stages.published import tables as published
 from stages.reproduce import estimate, target_size
@@ -104,6 +105,10 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
     }
     cells |= {f"benchmark_served_baseline@{e}-{w}" for e, w in product(served.engines, served.workloads)}
     assert {stage for stage in stages if stage.startswith("benchmark")} == cells
+    if p.train_draft.checkpoints and p.train_draft.optimizer == "muon" and not p.target.model.startswith("builtin/"):
+        assert p.train_draft.muon_learning_rate == TrainDraft.model_fields["muon_learning_rate"].default, (
+            "the toy's rate"
+        )
     made = {f"train_draft@{name}" for name in p.train_draft.checkpoints}
     made |= {f"import_draft@{name}" for name in p.import_draft.checkpoints}
     assert {stage for stage in stages if stage.partition("_")[0] in ("train", "import")} == made

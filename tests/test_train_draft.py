@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("forked_stages", "one_thread")
 RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json")
 
 
-def epochs(num_epochs: int) -> dict[str, dict]:
+def epochs(num_epochs: int | None) -> dict[str, dict]:
     """Return parameters by which `straight` has this many."""
     return {"checkpoints": SMALL["train_draft"]["checkpoints"] | {"straight": {"from": "e000", "epochs": num_epochs}}}
 
@@ -141,6 +141,16 @@ def test_the_best_epoch_is_kept_with_its_state(project: Path, small_run: Path, m
     finish(project)
     assert best == [(project / "drafts/straight" / part).read_bytes() for part in RESULTS]
     assert not list(Path(".scratch").glob("train_draft-straight-*"))
+
+
+def test_epochs_by_the_rows_are_a_schedule_to_their_end(
+    project: Path, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.setattr("stages.params.families.MOST_EPOCHS", 3)  # and so those of 32 rows
+    edit_params(project, {"train_draft": {"horizon_epochs": None, **epochs(None)}})
+    train_draft.main("straight")
+    assert equals_undisturbed(project, small_run)
 
 
 def test_two_processes_learn_what_one_does(project: Path, small_run: Path) -> None:

@@ -23,7 +23,7 @@ TURN_LIST_KEYS = {  # the first of them that a row has
     "messages": ("messages",),
     "ultrachat": ("messages",),
 }
-PROMPT_KEYS = ("prompt", "question", "instruction", "query", "input")
+PROMPT_KEYS = ("prompt", "question", "instruction", "query", "input", "turns")
 ANSWER_KEYS = ("answer", "response", "completion", "output")
 PASSAGE_KEYS = ("input", "context", "passage", "document")  # the rest of a question: Alpaca's, Dolly's
 # Keys that are read in every row.
@@ -90,6 +90,8 @@ def list_unread_keys(row: dict[str, Any], chat_format: str) -> set[str]:
     else:
         read = {_name_first_key(row, PROMPT_KEYS) or "", _find_answer(row)[0] or "", "history", *PASSAGE_KEYS}
     unread = {str(key) for key, value in row.items() if key not in read | COMMON_KEYS and _holds_something(value)}
+    if "turns" in read and len(row["turns"]) > 1:
+        unread.add("turns after the first")
     if key is not None and not answer:  # an error, or null: a question that the target answers
         unread.add(f"{key} without an answer")
     for turn in turns if isinstance(turns, list) else ():
@@ -273,10 +275,13 @@ def _check_tool_results(parsed: list[ParsedTurn], own_turns: list[ParsedTurn]) -
 def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:
     """Return the turns of a prompt_answer row; where both are lists of turns, their concatenation.
 
-    PASSAGE_KEYS are the rest of the question, Alpaca's `history` the earlier [question, answer] pairs.
+    PASSAGE_KEYS are the rest of the question, Alpaca's `history` the earlier [question, answer] pairs. Of MT-Bench's `turns`, a
+    user's questions without the answers between, the first is the question.
     """
     key, answer = _name_first_key(row, PROMPT_KEYS), _find_answer(row)[1] or []
     prompt = row[key or ""]
+    if key == "turns" and prompt and isinstance(prompt[0], str):
+        prompt = prompt[0]
     if isinstance(prompt, list) and all(isinstance(turn, dict) and {"role", "from"} & set(turn) for turn in prompt):
         return [*prompt, *answer]
     for passage in PASSAGE_KEYS:

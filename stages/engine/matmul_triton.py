@@ -5,6 +5,8 @@ Letters: M tokens, K input width, N output width, H hidden, I the MLP's width.
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,15 +98,26 @@ def _stream_matmul_kernel(
     tl.store(y + m[None] * N + n[:, None], sum_.to(kind), mask=(n < N)[:, None] & (m < M)[None])
 
 
-def stream_matmul(x: Tensor, w: Tensor, gated: bool, tile: int, depth: int, warps: int, stages: int) -> Tensor:
-    """Return `matmul` or `gated_matmul` of at most 64 tokens: a program streams `tile` weight rows past all of them."""
+def stream_matmul(
+    x: Tensor, w: Tensor, gated: bool, tile: int, depth: int, warps: int, stages: int, compile_only: bool = False
+) -> Tensor:
+    """Return `matmul` or `gated_matmul` of at most 64 tokens: a program streams `tile` weight rows past all of them.
+
+    `compile_only` compiles the kernel and leaves the result undefined.
+    """
     (m, k), n = x.shape, len(w) // (2 if gated else 1)
     y = x.new_empty(m, n)
-    rows = max(16, triton.next_power_of_2(m))
-    _stream_matmul_kernel[(triton.cdiv(n, tile),)](
-        x, w, y, m, n, k, rows, tile, depth, gated, num_warps=warps, num_stages=stages, **LAUNCH_OPTIONS
-    )
+    rows, grid = max(16, triton.next_power_of_2(m)), (triton.cdiv(n, tile),)
+    run = partial(_stream_matmul_kernel.warmup, grid=grid) if compile_only else _stream_matmul_kernel[grid]
+    run(x, w, y, m, n, k, rows, tile, depth, gated, num_warps=warps, num_stages=stages, **LAUNCH_OPTIONS)
     return y
+
+
+def _compile_tilings(x: Tensor, w: Tensor, gated: bool) -> None:
+    """Compile the kernels of all tilings side by side: each takes a core about half a second."""
+    with ThreadPoolExecutor(len(MATMUL_TILINGS)) as threads, triton.AsyncCompileMode(threads):
+        for tiling in MATMUL_TILINGS:
+            stream_matmul(x, w, gated, *tiling, compile_only=True)
 
 
 def pick_tiling(
@@ -119,6 +132,7 @@ def pick_tiling(
         return None
     key = triton.next_power_of_2(max(16, len(x))), x.dtype, x.device, w.shape, gated
     if key not in fastest_tilings:
+        _compile_tilings(x, w, gated)
         times: dict[MatmulTiling | None, float] = {
             None: _time_matmul(lambda w: run_cublas(x, w, gated), x, w, add_rms_norm)
         }

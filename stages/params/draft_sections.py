@@ -116,10 +116,10 @@ def _check_same_draft(name: str, segment: Segment, parent: str, start: Segment) 
 
 
 class TrainDraft(Section):
-    # one chained stage each: `epochs` more from `from` (e000 is made by init_draft); {}: none of another method:
-    # {from: e000, epochs: 9, method: eagle}, or method: medusa with heads: 4 block drafts: {from: e000, epochs: 9,
-    # method: dflash, layers: 2, block_size: 8, anchors: 64}, or dspark, with markov_rank: 32, or dflash2
-    # (docs/training.md)
+    # one chained stage each: `epochs` more from `from`, where e000 is made by init_draft; epochs null: 1 to 20 by the
+    # rows; {}: none. Of another method: {from: e000, epochs: 9, method: eagle}, or method: medusa with heads: 4; block
+    # drafts: {from: e000, epochs: 9, method: dflash, layers: 2, block_size: 8, anchors: 64}, or dspark, with
+    # markov_rank: 32, or dflash2 (docs/training.md)
     checkpoints: dict[Name, AnySegment]
     ttt_steps: Count = 7  # training-time test, EAGLE-3 section 3.1
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of step k is decay**k
@@ -167,6 +167,11 @@ class TrainDraft(Section):
             while (parent := self.checkpoints[seen[-1]].from_) in self.checkpoints:  # Params names one that is not made
                 if parent in seen:
                     raise ValueError(f"checkpoints {' -> '.join([*seen, parent])} form a cycle; start one from e000")
+                if self.checkpoints[parent].epochs is None:
+                    raise ValueError(
+                        f"checkpoints.{seen[-1]} starts from {parent}, whose epochs follow from its rows; expected a number of "
+                        f"epochs there: write checkpoints.{parent}.epochs"
+                    )
                 _check_same_draft(seen[-1], self.checkpoints[seen[-1]], parent, self.checkpoints[parent])
                 seen.append(parent)
         return self
@@ -179,6 +184,13 @@ class TrainDraft(Section):
                 f"schedule is constant and horizon_epochs {self.horizon_epochs}, expected null: no rate falls there"
             )
         for name, segment in list(self.checkpoints.items()) if self.schedule != "constant" else ():
+            if segment.epochs is None and segment.from_ == ROOT_CHECKPOINT and self.horizon_epochs is None:
+                continue  # the stage knows its rows, and so its end
+            if segment.epochs is None:
+                raise ValueError(
+                    f"checkpoints.{name}.epochs is null, by the rows, expected a number beside horizon_epochs and from another "
+                    f"checkpoint than {ROOT_CHECKPOINT}, since the schedule's end counts them; write the epochs"
+                )
             end = self.count_epochs(name)
             horizon = segment.horizon_epochs or self.horizon_epochs or end
             if end > horizon:
@@ -213,7 +225,7 @@ class TrainDraft(Section):
         """Return the epochs of a checkpoint from e000."""
         epochs = 0
         while name in self.checkpoints:
-            epochs, name = epochs + self.checkpoints[name].epochs, self.checkpoints[name].from_
+            epochs, name = epochs + (self.checkpoints[name].epochs or 0), self.checkpoints[name].from_
         return epochs
 
 

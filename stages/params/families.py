@@ -6,6 +6,7 @@ drafts (stage_inputs.py); this file is not.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,19 +26,25 @@ SHAPES = {  # by the first letter of a shape's name (tree_shape.py)
     "n": "chains looked up by n-grams, as n3_1_8",
     "l": "lookahead windows, as l5_4_5",
 }
+# Epochs where no number is given: the square root of this over the rows (docs/training.md).
+SQUARED_EPOCH_ROWS, MOST_EPOCHS = 216_000, 20
 
 
 class Segment(Section):
     """A segment of training: `epochs` more from the checkpoint `from`, then a saved one; of EAGLE-3 without a key `method`."""
 
     from_: Annotated[Name, Field(alias="from")]
-    epochs: Count
+    epochs: Count | None = None  # null: by the rows
     method: Literal["eagle3", "eagle"] = "eagle3"
     horizon_epochs: Count | None = None  # None: train_draft's, or its own end; filled in by TrainDraft
 
     @property
     def family(self) -> "DraftFamily":
         return FAMILIES[self.method]
+
+    def count_epochs(self, rows: int) -> int:
+        """Return the epochs of training on so many rows: few rows are read up to MOST_EPOCHS times, many once."""
+        return self.epochs or min(MOST_EPOCHS, max(1, round(math.sqrt(SQUARED_EPOCH_ROWS / rows))))
 
     @property
     def sizes(self) -> dict[str, Any]:

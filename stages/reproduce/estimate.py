@@ -245,9 +245,9 @@ def _add_logged_times(result: RunEstimate, p: schema.Params, rows: RowCounts) ->
         "extract_hiddens": (rows.count_stored_tokens(p), hiddens.count_tokens()),
     }
     for name, segment in p.train_draft.checkpoints.items():
-        epochs = StageCounts.read(f"results/train/{name}.json").epochs
-        done = sum(epoch.tokens for epoch in epochs[-segment.epochs :])
-        work[f"train_draft@{name}"] = segment.epochs * rows.train * rows.length, done
+        epochs = segment.count_epochs(rows.train or 1)
+        done = sum(epoch.tokens for epoch in StageCounts.read(f"results/train/{name}.json").epochs[-epochs:])
+        work[f"train_draft@{name}"] = epochs * rows.train * rows.length, done
     for stage, (tokens, done) in work.items():
         if done and seconds.get(stage):
             rate = done / seconds[stage]
@@ -331,7 +331,7 @@ class _Hours:
         p, manifest, tokens = self.p, self.target.manifest, self.rows.train * self.rows.length
         online = compute_target_flop(self.target, self.rows.length) if p.extract_hiddens.online else 0.0
         for name, segment in p.train_draft.checkpoints.items() if tokens else ():
-            config = build_block_config(p, name, manifest, self.draft)
+            config, epochs = build_block_config(p, name, manifest, self.draft), segment.count_epochs(self.rows.train)
             if config and isinstance(segment, BlockSegment):
                 # On one token: full packs, all positions supervised, whole blocks.
                 blocks = min(segment.anchors / (p.train_draft.batch_tokens or MOST_BATCH_TOKENS), 1)
@@ -342,13 +342,11 @@ class _Hours:
                 flop = compute_train_flop(manifest, self.draft, p.train_draft.ttt_steps)
             share = TRAINING_SHARES.get(segment.method, TRAINING_SHARES["eagle3"])
             second = flop / share + online / EXTRACTING_SHARES[p.extract_hiddens.compile]
-            seconds = self._divide(segment.epochs * tokens * second / PEAK_FLOPS, p.train_draft.processes)
+            seconds = self._divide(epochs * tokens * second / PEAK_FLOPS, p.train_draft.processes)
             of_target = f" and the target's {online / 1e9:.2f} GFLOP" if online else ""
-            derivation = (
-                f"{segment.epochs} epochs * {tokens:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}{of_target}"
-            )
+            derivation = f"{epochs} epochs * {tokens:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}{of_target}"
             if not online:
-                read = segment.epochs * tokens * _count_token_bytes(p, manifest)
+                read = epochs * tokens * _count_token_bytes(p, manifest)
                 read /= max(seconds / p.train_draft.processes, 1)
                 derivation += f"; the disk must give {read / 1e9:.1f} GB/s, unless memory holds the hidden states"
             self.result.add_hours(f"train_draft, {name}", seconds, derivation, p.train_draft.processes)

@@ -46,6 +46,7 @@ def read(row: dict[str, Any], folder: str | None = None) -> chat_formats.Convers
         ("prompt_answer", {"instruction": "Weather?", "input": "Bergen", "output": SAY},
          [{"role": "user", "content": "Weather?\n\nBergen"}, PLAIN[1]]),
         ("prompt_answer", {"input": ASK, "output": SAY}, PLAIN),
+        ("prompt_answer", {"question_id": 81, "category": "writing", "turns": [ASK, "Shorter."]}, PLAIN[:1]),  # MT-Bench
         # LLaMA-Factory's form of Alpaca. Bug: its earlier turns were lost in silence.
         ("prompt_answer", {"instruction": ASK, "input": "", "output": SAY, "history": [["a", "b"]], "system": "Be brief."},
          [SYSTEM, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *PLAIN]),

@@ -35,6 +35,9 @@ def test_after_the_warm_up_the_rate_is_that_of_transformers(kind: Any, make: Any
     assert schedule.get_share(120) == schedule.get_share(500) == pytest.approx(0.0, abs=1e-18)
 
 
+BY_ROWS: dict[str, Any] = {"by_rows": {"from": "e000", "epochs": None}}
+
+
 def test_the_horizon_is_the_end_of_a_checkpoint_counted_in_steps() -> None:
     block = {"from": "e000", "epochs": 18, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 8}
     chain = {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 6}, "dflash18": block}
@@ -54,11 +57,21 @@ def test_the_horizon_is_the_end_of_a_checkpoint_counted_in_steps() -> None:
     [
         ({"schedule": "constant", "horizon_epochs": 9}, "schedule is constant and horizon_epochs 9, expected null"),
         ({"horizon_epochs": 8}, "checkpoints.e009 is of 9 epochs from e000, expected at most horizon"),
+        (
+            {"horizon_epochs": 8, "checkpoints": BY_ROWS},
+            "checkpoints.by_rows.epochs is null, by the rows, expected a number",
+        ),
+        ({"checkpoints": {"more": {"from": "by_rows", "epochs": 2}} | BY_ROWS}, "write checkpoints.by_rows.epochs"),
     ],
 )
 def test_a_horizon_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings(**changes)
+
+
+@pytest.mark.parametrize(("rows", "epochs"), [(99, 20), (400, 20), (6000, 6), (12_000, 4), (600_000, 1)])
+def test_epochs_follow_the_rows(rows: int, epochs: int) -> None:
+    assert settings(checkpoints=BY_ROWS).checkpoints["by_rows"].count_epochs(rows) == epochs
 
 
 @pytest.mark.parametrize(
