@@ -60,11 +60,19 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         yield from _read_results()
         return
     from pipeline import dvc_graph, processes, workspaces  # 0.2 s
-    from stages.params import checks
+    from stages.params import checks, schema
     from stages.params.cell_trees import describe_left_out
 
-    params = check_run_params()
-    with workspaces.hold_workspace(partial(print, flush=True)) as held_files:
+    params = schema.load_params()
+    is_embedded = params.target.model.startswith("builtin/")
+    with contextlib.ExitStack() as stack:
+        if is_embedded:
+            check_run_params(params)
+        held_files = stack.enter_context(workspaces.hold_workspace(partial(print, flush=True)))
+        if not is_embedded:  # torch is imported beside the checks of the target's config, which take as long: 10 s
+            stack.enter_context(processes.guard_run(held_files))
+            stack.enter_context(processes.preload_stages())
+            check_run_params(params)
         reasons = dvc_graph.explain_stale()
         stages = dvc_graph.list_stages()
         if reasons:
@@ -72,8 +80,10 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
             yield from (f"note: {line}" for line in [*checks.list_remarks(params), *_warn_of_disk(params)])
         yield from _describe_stale(reasons, stages)
         if reasons:
-            with processes.guard_run(held_files), processes.preload_stages(len(reasons)):
-                dvc_graph.run_all_stages(stages, verbose=verbose)
+            if is_embedded:
+                stack.enter_context(processes.guard_run(held_files))
+                stack.enter_context(processes.preload_stages(len(reasons)))
+            dvc_graph.run_all_stages(stages, verbose=verbose)
         if not (verbose and reasons):  # the report stage has printed it
             yield from _read_results()
         if reasons:
@@ -88,7 +98,7 @@ def _is_known_fresh() -> bool:
     return is_valid and freshness.read_fresh_stages() is not None
 
 
-def check_run_params() -> "Params":
+def check_run_params(params: "Params | None" = None) -> "Params":
     """Check and return the whole params.yaml, before any stage of a run here or by Prefect starts.
 
     Raises ValueError naming every wrong key, or the file, folder, GPU or token that it names and that is not as expected.
@@ -97,7 +107,7 @@ def check_run_params() -> "Params":
     from stages.params import checks, schema  # 0.2 s
 
     digest = freshness.digest_paths(CHECKED_PATHS)
-    params = schema.load_params()
+    params = params or schema.load_params()
     checks.check_params(params)
     target_checks.check_target_config(params)
     freshness.write_known(VALID_PARAMS_FILE, {"look": digest})

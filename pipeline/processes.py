@@ -96,7 +96,7 @@ def guard_run(held_files: Iterable[int] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def preload_stages(number: int) -> Iterator[None]:
+def preload_stages(number: int = FEWEST_PRELOADED) -> Iterator[None]:
     """Have the stages that this process starts forked from one that has imported torch (stages/telemetry/fork_server.py).
 
     Does nothing for fewer than FEWEST_PRELOADED stages: the import takes as long as in a stage. Nor where the current folder
