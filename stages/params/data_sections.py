@@ -1,11 +1,12 @@
 """The sections of prompts and answers: fix_data, sample_target, prepare_prompts."""
 
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from stages.params.engines import LaunchedEngine
 from stages.params.section import LIST_OR_NUMBER, Count, Name, NonNegative, Positive, Section, Seed, Share, Text
@@ -110,17 +111,13 @@ class FixData(Section):
     # folders, beside the data's own, from which rows may name images by path
     image_folders: list[Text] = Field(default_factory=list)
 
-    @model_validator(mode="after")
-    def keys_agree(self) -> "FixData":
+    def list_conflicts(self) -> Iterator[str]:
         if self.min_chars > self.max_chars:
-            raise ValueError(f"min_chars {self.min_chars} is above max_chars {self.max_chars}; lower it")
+            yield f"min_chars {self.min_chars} is above max_chars {self.max_chars}; lower it"
         if self.columns is not None and self.format != "auto":
-            raise ValueError(
-                f"format is {self.format}, expected auto while columns names the columns; set format: auto"
-            )
+            yield f"format is {self.format}, expected auto while columns names the columns; set format: auto"
         if self.eval_rows is not None and self.eval_file is None:
-            raise ValueError(f"eval_rows is {self.eval_rows}, expected null while eval_file is null; set eval_file")
-        return self
+            yield f"eval_rows is {self.eval_rows}, expected null while eval_file is null; set eval_file"
 
     @property
     def eval_names(self) -> list[str]:
@@ -179,13 +176,9 @@ class SamplingServer(Section):
     # name of the environment variable that holds the key, never the key itself
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
 
-    @model_validator(mode="after")
-    def is_launched_or_running(self) -> "SamplingServer":
+    def list_conflicts(self) -> Iterator[str]:
         if self.launch and self.base_urls:
-            raise ValueError(
-                f"launch is {self.launch} and base_urls names {len(self.base_urls)} server(s), expected one of the two"
-            )
-        return self
+            yield f"launch is {self.launch} and base_urls names {len(self.base_urls)} server(s), expected one of the two"
 
     @property
     def is_configured(self) -> bool:
@@ -227,17 +220,11 @@ class SampleTarget(Section):
     shard_size: Count = 4096  # rows of a file of data/sampled; a complete file survives an interrupted run
     server: SamplingServer = Field(default_factory=lambda: SamplingServer())
 
-    @model_validator(mode="after")
-    def backend_has_what_it_needs(self) -> "SampleTarget":
+    def list_conflicts(self) -> Iterator[str]:
         if self.backend == "server" and not self.server.is_configured:
-            raise ValueError(
-                "backend is server, expected server.launch or server.base_urls, found neither; set one of them"
-            )
+            yield "backend is server, expected server.launch or server.base_urls, found neither; set one of them"
         if self.history == "target" and self.backend != "server":
-            raise ValueError(
-                f"history is target, expected data with backend {self.backend}; set data, or backend: server"
-            )
-        return self
+            yield f"history is target, expected data with backend {self.backend}; set data, or backend: server"
 
     @property
     def is_in_process(self) -> bool:
@@ -269,24 +256,16 @@ class PromptSet(Section):
     format: Literal["mt_bench", "gsm8k", "humaneval", "alpaca", "math500"] | None = None
     columns: ColumnNames | None = None  # as fix_data.columns, {prompt: Frage}; null: by known names
 
-    @model_validator(mode="after")
-    def is_path_or_dataset(self) -> "PromptSet":
+    def list_conflicts(self) -> Iterator[str]:
         is_id = re.fullmatch(DATASET_ID_PATTERN, self.from_) and not FILE_PATTERN.search(self.from_)
         if self.is_local and (self.name or self.revision):
-            raise ValueError(
-                f"from is the path {self.from_}, expected name and revision to be null: a dataset's id has them"
-            )
+            yield f"from is the path {self.from_}, expected name and revision to be null: a dataset's id has them"
         if self.is_local and is_id and not Path(self.from_).exists():
-            raise ValueError(
-                f"from is {self.from_}, which is no path here; expected split to say which part of the dataset"
-            )
+            yield f"from is {self.from_}, which is no path here; expected split to say which part of the dataset"
         if not self.is_local and not is_id:
-            raise ValueError(
-                f"from is {self.from_}, expected split to be null: only the id of a dataset (owner/name) has one"
-            )
+            yield f"from is {self.from_}, expected split to be null: only the id of a dataset (owner/name) has one"
         if self.columns and self.format:
-            raise ValueError(f"format is {self.format}, expected null while columns names the columns")
-        return self
+            yield f"format is {self.format}, expected null while columns names the columns"
 
     @property
     def is_local(self) -> bool:
@@ -311,8 +290,6 @@ class PreparePrompts(Section):
         }
     )
 
-    @model_validator(mode="after")
-    def names_are_free(self) -> "PreparePrompts":
-        if taken := sorted(OWN_PROMPTS & set(self.sets)):
-            raise ValueError(f"sets.{taken[0]}: {', '.join(sorted(OWN_PROMPTS))} are reserved; choose another name")
-        return self
+    def list_conflicts(self) -> Iterator[str]:
+        for name in sorted(OWN_PROMPTS & set(self.sets)):
+            yield f"sets.{name}: {', '.join(sorted(OWN_PROMPTS))} are reserved; choose another name"

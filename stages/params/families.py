@@ -163,6 +163,7 @@ LOOKAHEAD = DraftFamily("lookahead", "lookahead", "lookahead", shapes="l", is_re
 FAMILIES = {f.name: f for f in (EAGLE3, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD)}
 TRAINABLE = {name: family.segment for name, family in FAMILIES.items() if family.segment}
 BLOCKS = {name: family for name, family in FAMILIES.items() if family.is_block}
+BLOCK_TITLES = join_words([family.title for family in BLOCKS.values()])
 ALGORITHMS = frozenset(family.algorithm for family in BLOCKS.values())
 
 
@@ -193,12 +194,6 @@ def find_builtin(model: str) -> DraftFamily | None:
     """Return the family without weights that `model` of an imported checkpoint names; None where it names a published draft."""
     family = FAMILIES.get(model.removeprefix(BUILTIN)) if model.startswith(BUILTIN) else None
     return family if family is not None and family.segment is None else None
-
-
-def list_titles(families: Iterable[DraftFamily] = BLOCKS.values()) -> str:
-    """Return the titles of families, block drafts' if none are given, as words of a sentence."""
-    *first, last = (family.title for family in families)
-    return f"{', '.join(first)} or {last}"
 
 
 @dataclass(frozen=True)
@@ -246,9 +241,17 @@ class DraftKind:
             return f"aerie starts no {engine} with {self.family.title}: {self._explain_own_engines()}"
         if shape.letter != "t":
             return f"{engine} drafts {SHAPES['t']}"
-        if whole := self.whole_block:
-            return _explain_unserved_block(shape, self.family, whole)
-        return facts.explain_unserved(shape)
+        whole = self.whole_block
+        if whole is None:
+            return facts.explain_unserved(shape)
+        if shape.topk > 1:
+            return f"engines verify chains only of {self.title} drafts, this tree has topk {shape.topk}"
+        if shape.num_steps != whole.num_steps:
+            return (
+                f"a block of this {self.title} draft has {whole.num_steps} drafts and this chain {shape.num_steps}: told another "
+                f"width, an engine runs another block than was trained and replayed; take {whole.name}"
+            )
+        return None
 
     def is_served(self, shape: TreeShape) -> bool:
         """Return whether a serving engine can run the shape."""
@@ -279,15 +282,3 @@ class DraftKind:
             return f"no serving engine runs {self.family.title} so"
         served = f"benchmark_served measures {self.family.served_by}'s, of n3_3_8 say (docs/serving.md)"
         return f"{join_words(own)} have {self.family.title} of their own; {served}"
-
-
-def _explain_unserved_block(shape: TreeShape, family: DraftFamily, whole: TreeShape) -> str | None:
-    """Return why no engine runs a tree with a block draft; None for the chain of the whole block."""
-    if shape.topk > 1:
-        return f"engines verify chains only of {family.title} drafts, this tree has topk {shape.topk}"
-    if shape.num_steps != whole.num_steps:
-        return (
-            f"a block of this {family.title} draft has {whole.num_steps} drafts and this chain {shape.num_steps}: told another "
-            f"width, an engine runs another block than was trained and replayed; take {whole.name}"
-        )
-    return None

@@ -2,9 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -83,6 +83,21 @@ class Section(BaseModel):
             raise ValueError(f"unknown key {named}; known keys are {', '.join(known)}. Correct it, or leave it out")
         return given
 
+    def list_conflicts(self) -> Iterator[str]:
+        """Yield what is wrong with keys that are valid each by itself. A function that others call too may raise ValueError."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _has_no_conflicts(self) -> Self:
+        problems: list[str] = []
+        try:
+            problems.extend(self.list_conflicts())  # which keeps those before an error
+        except ValueError as error:
+            problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -101,5 +116,7 @@ CountOrGrid = Annotated[Annotated[Count, Tag("a number")] | Annotated[Grid, Tag(
 def get_named(items: Mapping[str, T], name: str, key: str) -> T:
     """Return items[name]. Raises ValueError with the names that `key` of params.yaml has."""
     if name not in items:
-        raise ValueError(f"{PARAMS_FILE}: {key} has no {name!r}{suggest_name(name, items)}; it has {', '.join(items)}")
+        raise ValueError(
+            f"{PARAMS_FILE}: {key} has no {name!r}{suggest_name(name, items)}; it has {', '.join(items) or 'none'}"
+        )
     return items[name]
