@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.runtime import atomic
-from stages.runtime.digests import KeptDigests
+from stages.runtime.digests import KeptDigests, digest_path
 from stages.runtime.stage_code import digest_stage
 
 SCRATCH_FOLDER = Path(".scratch")
@@ -29,8 +29,7 @@ def locate_scratch(stage: str, *depends_on: Any, modules: Collection[str] = ()) 
     """Return the folder of one piece of work of `stage`, as train_draft-e003.
 
     Its name is a digest of `depends_on`, which is anything that JSON can write, and of the stage's code, with the `modules` that
-    it imports by name: an edit of code that
-    the stage does not import, or of a comment, leaves its unfinished work in place.
+    it imports by name: an edit of code that the stage does not import, or of a comment, leaves its unfinished work in place.
     """
     code = digest_stage(stage.partition("-")[0], KeptDigests.read(), modules, root=CODE_ROOT)
     return SCRATCH_FOLDER / f"{stage}-{digest_values(depends_on, code)[:16]}"
@@ -129,8 +128,5 @@ def _put_aside(folder: Path) -> Path:
 
 
 def digest_folder(folder: Path) -> str:
-    """Return the sha256 over the names and bytes of a folder's files."""
-    total = hashlib.sha256()
-    for path in sorted(f for f in folder.rglob("*") if f.is_file()):
-        total.update(str(path.relative_to(folder)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()
+    """Return a digest of the names and bytes of a folder's files."""
+    return digest_path(folder, KeptDigests.read())

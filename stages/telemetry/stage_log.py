@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -81,11 +81,8 @@ def read_log() -> list[StageRun]:
             lines = LOG_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
     except guarded_files.BrokenArtifactError:
         return []
-    return [run for line in lines if (run := _parse_run(line)) is not None]
-
-
-def _parse_run(line: str) -> StageRun | None:
-    try:
-        return TypeAdapter(StageRun).validate_json(line)
-    except ValueError:
-        return None
+    runs, adapter = list[StageRun](), TypeAdapter(StageRun)
+    for line in lines:
+        with suppress(ValueError):
+            runs.append(adapter.validate_json(line))
+    return runs
