@@ -26,22 +26,30 @@ MAX_SHOWN_FILES = 20  # in a message
 TEMPLATES_FOLDER = Path("templates")  # of target.chat_template
 
 
-def check_raw_exists(params: Params) -> None:
-    """Raise ValueError for missing raw conversations, before any stage starts."""
-    fix = params.fix_data
-    raw = Path(fix.raw)
+def check_raw(params: Params) -> None:
+    """Raise ValueError for missing raw conversations, and for names of their files that fit none, or of which two fit one."""
+    fix, raw = params.fix_data, Path(params.fix_data.raw)
     if not raw.exists():
         is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", fix.raw) and not raw.suffix and raw.parts[0] != "data"
         more = f"; for the dataset {fix.raw} of the Hub write a file NAME.hub.yaml" if is_id else ""
         raise ValueError(
             f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more} (docs/data.md)"
         )
-    files = _list_raw_files(raw) if fix.eval_names else []
-    for name in fix.eval_names:
-        if not any(fits_file(name, file) for file in files):
+    columns = [name for name in fix.columns or {} if name != "*"]  # which fits any
+    files = _list_raw_files(raw) if fix.eval_file or columns else []
+    for key, names in {"eval_file": fix.eval_file or [], "columns": columns}.items():
+        for name in names:
+            if not any(fits_file(name, file) for file in files):
+                raise ValueError(
+                    f"{PARAMS_FILE}: fix_data.{key} names {name}{suggest_name(name, files)}, expected the path of a file or a "
+                    f"folder as seen from fix_data.raw, or a pattern, found {list_first(files, MAX_SHOWN_FILES)} in {raw}; "
+                    "correct it"
+                )
+    for file in files:
+        if len(fitting := fix.find_column_names(raw / file if raw.is_dir() else raw)) > 1:
             raise ValueError(
-                f"{PARAMS_FILE}: fix_data.eval_file names {name}{suggest_name(name, files)}, expected the path of a file or a "
-                f"folder as seen from fix_data.raw, or a pattern, found {list_first(files, MAX_SHOWN_FILES)} in {raw}; correct it"
+                f"{PARAMS_FILE}: fix_data.columns names {' and '.join(fitting)}, which both fit {file}, expected one; name "
+                "the file itself"
             )
 
 
@@ -49,28 +57,6 @@ def _list_raw_files(raw: Path) -> list[str]:
     """Return the files of fix_data.raw that are not hidden, as seen from there."""
     names = [path.relative_to(raw) for path in raw.rglob("*") if path.is_file()] if raw.is_dir() else [Path(raw.name)]
     return sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
-
-
-def check_column_files(params: Params) -> None:
-    """Raise ValueError for a name in fix_data.columns that fits no file of fix_data.raw, and for a file that two names fit."""
-    fix = params.fix_data
-    if fix.columns_by_file.keys() <= {"*"}:
-        return
-    raw, used = Path(fix.raw), set[str]()
-    files = _list_raw_files(raw)
-    for file in files:
-        fitting = fix.find_column_names(raw / file if raw.is_dir() else raw)
-        if len(fitting) > 1:
-            raise ValueError(
-                f"{PARAMS_FILE}: fix_data.columns names {' and '.join(fitting)}, which both fit {file}, expected one; name "
-                "the file itself"
-            )
-        used.update(fitting)
-    if unknown := [name for name in fix.columns_by_file if name not in used]:
-        raise ValueError(
-            f"{PARAMS_FILE}: fix_data.columns names {unknown[0]}{suggest_name(unknown[0], files)}, expected the path of a file "
-            f"in fix_data.raw, or a pattern, found {list_first(files, MAX_SHOWN_FILES)} in {raw}; correct it"
-        )
 
 
 def check_params(params: Params) -> None:
@@ -272,4 +258,4 @@ def check_drawn_tokens(params: Params, difference: str) -> None:
 
 
 TARGET_CHECKS = (check_target_path, check_device, check_target_settings, check_target_files, check_vocab_of_target)
-CHECKS = (check_raw_exists, check_column_files, *TARGET_CHECKS)
+CHECKS = (check_raw, *TARGET_CHECKS)

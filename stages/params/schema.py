@@ -226,16 +226,15 @@ class Params(Section):
         """Return whether two checkpoints' drafts have the same shapes, as e000 and all EAGLE-3 drafts trained from it do, and as
         the segments of one chain of a block draft.
         """
-        return self._find_first_of_shapes(checkpoint) == self._find_first_of_shapes(other)
-
-    def _find_first_of_shapes(self, name: str) -> str:
-        """Return the checkpoint that fixed the shapes of a checkpoint: e000, an imported one, or another method's first."""
         trained = self.train_draft.checkpoints
-        if name not in trained:
+
+        def find_first(name: str) -> str:
+            """Return the checkpoint that fixed a checkpoint's shapes: e000, an imported one, or another method's first."""
+            while name in trained and (trained[name].from_ in trained or trained[name].family.has_root):
+                name = trained[name].from_
             return name
-        while (parent := trained[name].from_) != ROOT_CHECKPOINT:
-            name = parent
-        return ROOT_CHECKPOINT if trained[name].family.has_root else name
+
+        return find_first(checkpoint) == find_first(other)
 
 
 def load_params(path: Path = PARAMS_FILE, edited: bool = False) -> Params:
@@ -285,7 +284,7 @@ def _validate_model(model: type[SectionT], found: Any, path: Path, prefix: str =
 
 
 # Parts of pydantic's locations that are not keys of the file.
-UNION_TAGS = {"[key]", "a number", "a list", "a text", "one map", "a map for each file"}
+UNION_TAGS = {"[key]", "a number", "a list", "a text"}
 UNION_TAGS |= {SEGMENT_TAG.format(name) for name in TRAINABLE}
 PATTERNS_IN_WORDS = {
     r"^[^/]+$": "the file's name without its folder",

@@ -176,7 +176,7 @@ FAMILY_PARTS = {
     "serving_costs": ("files",),
 }
 # What a stage shows of its work, by code of other stages.
-WATCHING_CODE = {"train_draft": "stages/families/held_out.py"}
+WATCHING_CODE = {"train_draft": {"stages/families/held_out.py"}}
 
 
 @dataclass(frozen=True)
@@ -344,13 +344,9 @@ def list_family_modules(stage: str, families: Collection[DraftFamily]) -> set[st
 
 def _list_left_out(params: Params, instance: Instance) -> set[str]:
     """Return the modules that the instance imports and that change nothing of what it makes."""
-    engines = _list_engines(params, instance)
-    own, others = (
-        {file for name, engine in ENGINES.items() if (name in engines) == is_own for file in engine.modules}
-        for is_own in (True, False)
-    )
-    watching = {WATCHING_CODE[instance.stage]} if instance.stage in WATCHING_CODE else set()
-    return watching | others - own
+    own = {file for name in _list_engines(params, instance) for file in ENGINES[name].modules}
+    others = {file for engine in ENGINES.values() for file in engine.modules} - own
+    return others | WATCHING_CODE.get(instance.stage, set())
 
 
 def _list_engines(params: Params, instance: Instance) -> Collection[str]:
