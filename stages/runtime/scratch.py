@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,41 +52,26 @@ def lock_stage(stage: str) -> Iterator[None]:
     if HELD in os.environ or os.environ.get("RANK", "0") != "0":
         yield
         return
-    path = SCRATCH_FOLDER / f"{stage.replace('/', '_')}.lock"
-    path.parent.mkdir(exist_ok=True)
-    descriptor = _open_locked(path, stage)
-    try:
-        os.environ[HELD] = stage
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        yield
-    finally:
-        os.environ.pop(HELD, None)
-        path.unlink(missing_ok=True)  # while it is still locked: see _open_locked
-        os.close(descriptor)
-
-
-def _open_locked(path: Path, stage: str) -> int:
-    """Return the open file, locked. Raises ValueError where another process has it."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    SCRATCH_FOLDER.mkdir(exist_ok=True)
+    with (SCRATCH_FOLDER / f"{stage.replace('/', '_')}.lock").open("a+") as file:
+        file.seek(0)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system that has no locks
-                return descriptor
-            holder = os.read(descriptor, 32).decode().strip()
-            os.close(descriptor)
-            if not isinstance(error, BlockingIOError):
-                raise
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise ValueError(
-                f"{stage} is at work already, in process {holder or 'unknown'}, perhaps for a run that was killed; wait for its "
-                "end, or end that process, then run again"
+                f"{stage} is at work already, in process {file.read(32).strip()}, perhaps for a run that was killed; "
+                "wait for its end, or end that process, then run again"
             ) from None
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        os.close(descriptor)  # its holder has removed it since we opened it
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system that has no locks
+                raise
+        file.truncate(0)
+        print(os.getpid(), file=file, flush=True)
+        os.environ[HELD] = stage
+        try:
+            yield
+        finally:
+            os.environ.pop(HELD, None)
 
 
 @contextmanager
@@ -110,7 +95,7 @@ def remove_scratch(folder: Path) -> None:
     name = f"{stage}-{'[0-9a-f]' * len(digest)}"
     for pattern in (name, f".{name}*"):  # with a dot: what a writer killed midway left (runtime/atomic.py)
         for old in SCRATCH_FOLDER.glob(pattern):
-            if old.is_dir():  # a lock is removed by who holds it
+            if old.is_dir():
                 shutil.rmtree(_put_aside(old), ignore_errors=True)
 
 
