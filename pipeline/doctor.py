@@ -85,7 +85,7 @@ def _list_problems(params: Params, file: Path) -> Iterator[str]:
 
 def _check_packages() -> Iterator[Finding]:
     supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    yield Finding("Python", platform.python_version(), supported, "" if supported else "aerie needs 3.11, 3.12 or 3.13")
+    yield Finding("Python", platform.python_version(), supported, "aerie needs 3.11, 3.12 or 3.13")
     for name in PACKAGES:
         try:
             yield Finding(name, importlib.metadata.version(name), True)

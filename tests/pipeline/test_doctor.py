@@ -1,6 +1,5 @@
 """`aerie doctor`: what is installed, found and missing, for params.yaml or for a recipe."""
 
-import importlib
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import commands, doctor, dvc_graph, preflight, reproduce, target_checks
+from pipeline import commands, doctor, dvc_graph, preflight, reproduce
 from pipeline.doctor import Finding
 from pipeline.reproduce import RunEstimate
 from tests.conftest import ROOT, edit_params
@@ -20,13 +19,8 @@ ESTIMATE = RunEstimate(
 )  # fmt: skip
 
 
-def run_check_here(module: str, *paths: Path) -> None:
-    """Check a target in this process, which has imported transformers: 4 s less each; test_target_checks.py starts a user's."""
-    importlib.import_module(module).main(*map(str, paths))
-
-
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """params.yaml and recipes, the embedded raw data, no GPU; the estimate is 3 GiB, and 100 GiB are free."""
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
@@ -43,7 +37,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(reproduce, "estimate_params", lambda recipe, file: ESTIMATE)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage(0, 0, 100 * 2**30))
-    monkeypatch.setattr(target_checks, "_run_check", run_check_here)
     return tmp_path
 
 
