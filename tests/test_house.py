@@ -44,7 +44,7 @@ every_stage = pytest.mark.parametrize("stage", GRAPH)
 ROOMS = {
     "pipeline": (5200, 5321),
     "stages/params": (2700, 3016),
-    "stages/runtime stages/telemetry": (1600, 1942),
+    "stages/runtime stages/telemetry": (1600, 1930),
     "stages/data": (4700, 4765),
     "stages/prompts stages/sampling": (1700, 1895),
     "stages/target": (2800, 3166),

@@ -2,7 +2,8 @@
 
 DVC deletes a stage's outputs before it reruns it, so a killed run resumes from here. The digest covers the parameters,
 the inputs and the code, so stale work is never taken up. One process at a time works at a stage (`lock_stage`): one whose DVC
-was killed may still be at work when the next run begins.
+was killed may still be at work when the next run begins. Notes in .scratch/unfinished say how far a stage has come, for the line
+that Ctrl-C ends with alone.
 """
 
 import errno
@@ -12,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from stages.runtime.digests import KeptDigests, digest_path
 from stages.runtime.stage_code import digest_stage
 
 SCRATCH_FOLDER = Path(".scratch")
+NOTES_FOLDER = SCRATCH_FOLDER / "unfinished"  # of STAGE, a text such as "after epoch 4"
 HELD = "AERIE_HELD_STAGE"  # environment variable of a process that holds the lock of its stage, and of those it starts
 CODE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `stages`
+
+_stage: str | None = None  # of the note
 
 
 def locate_scratch(stage: str, *depends_on: Any, modules: Collection[str] = ()) -> Path:
@@ -115,3 +119,43 @@ def _put_aside(folder: Path) -> Path:
 def digest_folder(folder: Path) -> str:
     """Return a digest of the names and bytes of a folder's files."""
     return digest_path(folder, KeptDigests.read())
+
+
+# Notes
+
+
+def begin_note(stage: str) -> None:
+    """Begin the note of this stage of dvc.yaml. Without it, as in tests of a stage's `main`, none are written."""
+    global _stage
+    _stage = stage if os.environ.get("RANK", "0") == "0" else None
+    note_progress("")
+
+
+def end_note() -> None:
+    """Remove the stage's note, since its result is whole."""
+    if _stage is not None:
+        with suppress(OSError):
+            _locate_note(_stage).unlink()
+
+
+def note_progress(where: str) -> None:
+    """Write where the next run goes on, as "after epoch 4"; "" if at the beginning. A note that cannot be written is left out."""
+    if _stage is None:
+        return
+    with suppress(OSError):
+        NOTES_FOLDER.mkdir(parents=True, exist_ok=True)
+        _locate_note(_stage).write_text(where, encoding="utf-8")
+
+
+def list_notes(since: float) -> dict[str, str]:
+    """Return the notes written after `since`, a `time.time()`, by their unfinished stages; the oldest first."""
+    found = []
+    for path in NOTES_FOLDER.glob("*"):
+        with suppress(OSError):
+            if (written := path.stat().st_mtime) >= since:
+                found.append((written, path.name, path.read_text(encoding="utf-8")))
+    return {stage: where for _, stage, where in sorted(found)}
+
+
+def _locate_note(stage: str) -> Path:
+    return NOTES_FOLDER / stage.replace("/", "_")
