@@ -32,7 +32,6 @@ class RunEstimate(BaseModel):
     model_config = ConfigDict(frozen=True)
     lines: list[str]
     disk_bytes: float
-    download_bytes: float
     gpu_hours: float
     weight_bytes: float  # of the target
     stages: dict[str, StageEstimate] = {}  # by the name in dvc.yaml before the @

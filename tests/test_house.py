@@ -42,8 +42,8 @@ every_stage = pytest.mark.parametrize("stage", GRAPH)
 # The lines of Python that a room may have: what goes in, something goes out. Second, where a room is larger than that, what it
 # has now, which may only fall.
 ROOMS = {
-    "pipeline": (5200, 5321),
-    "stages/params": (2700, 3016),
+    "pipeline": (5200, 5320),
+    "stages/params": (2700, 3011),
     "stages/runtime stages/telemetry": (1600, 1930),
     "stages/data": (4700, 4765),
     "stages/prompts stages/sampling": (1700, 1895),

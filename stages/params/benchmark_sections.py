@@ -117,9 +117,8 @@ class Benchmark(Section):
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
     # both; eagle: only speculative decoding, without a speedup; baseline: only plain decoding (docs/workloads.md)
     mode: Literal["both", "eagle", "baseline"] = "both"
-    run_generated_code: bool = (
-        False  # true: workloads of humaneval may be graded, which runs programs that the target wrote
-    )
+    # true: workloads of humaneval may be graded, which runs programs that the target wrote
+    run_generated_code: bool = False
     torch_workloads: Names  # workloads for the torch engine, which interleaves plain and speculative decoding
     tree_scoring: ScoringName = SGLANG_SCORING  # as replay_trees.tree_scoring
     # above temperature 0; greedy: the likeliest drafts, as SGLang with DFlash and vLLM's default; sampled: drawn, as

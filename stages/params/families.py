@@ -222,15 +222,12 @@ class DraftKind:
         if shape.letter not in self.family.shapes:
             drafted = " and ".join(SHAPES[letter] for letter in self.family.shapes)
             return f"{self.family.title} drafts {drafted}"
-        if self.depth is not None and shape.num_steps > self.depth and not self._is_free(shape):
+        is_free = shape.letter == "t" and "s" in self.family.shapes  # EAGLE's dynamic trees need no measured accuracy
+        if self.depth is not None and shape.num_steps > self.depth and not is_free:
             return f"it is deeper than {self.family.depth_of.format(self.depth)}"
         if self.most_topk is not None and shape.topk > self.most_topk:
             return f"its topk is above the {self.most_topk} candidates of the draft's selector (selector_top_k)"
         return None
-
-    def _is_free(self, shape: TreeShape) -> bool:
-        """Return whether a shape may be deeper than `depth`: EAGLE's dynamic trees, which need no measured accuracy."""
-        return shape.letter == "t" and "s" in self.family.shapes
 
     def explain_unserved(self, engine: str, shape: TreeShape) -> str | None:
         """Return why an engine can't run a shape with this draft; None if it can."""

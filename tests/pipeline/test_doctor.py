@@ -15,7 +15,7 @@ from tests.conftest import ROOT, edit_params
 Usage = namedtuple("Usage", "total used free")
 ESTIMATE = RunEstimate(
     lines=["target: models/mine, 1.09e6 parameters (recorded)"],
-    disk_bytes=3 * 2**30, download_bytes=0, gpu_hours=0, weight_bytes=0,
+    disk_bytes=3 * 2**30, gpu_hours=0, weight_bytes=0,
 )  # fmt: skip
 
 
