@@ -12,7 +12,7 @@ Engines and DVC on machines without a package registry: benchmarks/gpu_graph.py.
 
 The waits, in seconds: `dvc` before (from the command to the start of the stage's process: DVC's imports, the graph, the hashes
 of dependencies) and after it (hashing and linking of outputs); then of the process itself, as logs/stages.jsonl has them
-(stages/telemetry/waits.py): `imports`, `load`ing weights, starting `server`s, `compile`, and the `kernel`, the first that
+(stages/telemetry/stage_log.py): `imports`, `load`ing weights, starting `server`s, `compile`, and the `kernel`, the first that
 the process could run, counted from its start. `GiB` is the most memory in use on the first visible GPU, by anybody.
 
 `--costs`: instead of one served pair the grid of serving_costs at 1, 8, 32 and 128 at once, and live cells of other trees, each

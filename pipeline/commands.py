@@ -183,9 +183,9 @@ def describe_stop(words: list[str], since: float) -> str:
 
 def describe_stopped_run(again: str, since: float) -> str:
     """Return a line on where the graph's run, which began at `since`, goes on by the command `again` after Ctrl-C."""
-    from stages.telemetry import unfinished
+    from stages.runtime import scratch
 
-    if notes := unfinished.list_notes(since):
+    if notes := scratch.list_notes(since):
         resume_points = [
             f"{where} of {stage}" if where else f"with {stage} from its beginning" for stage, where in notes.items()
         ]

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline import dvc_graph, preflight, recipes, reproduce, resources, target_checks
@@ -51,6 +52,10 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
                 fetched = (block.files if block else (), f"run: aerie fetch {recipe}")
                 file, _ = stack.enter_context(recipes.merge_recipe(recipe))
             params = load_params(file)
+            # Beside the other checks: it imports torch and transformers. A run of an embedded target is known to be small.
+            is_small = params.target.model.startswith("builtin/")
+            threads = stack.enter_context(ThreadPoolExecutor(1))
+            estimate = None if is_small else threads.submit(reproduce.estimate_params, path, file)
         except ValueError as error:
             yield Finding(name, str(error), False)
             yield preflight.check_disk(None)
@@ -62,7 +67,7 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
             yield from (Finding("trees", line) for line in describe_left_out(params.list_left_out_trees()))
             yield from check_files(params, *fetched)
             yield from (Finding("note", line) for line in checks.list_remarks(params))
-            yield from _check_estimate(path, file)
+            yield from _check_estimate(estimate)
     yield from preflight.check_writable()
     yield from _check_dvc()
 
@@ -80,7 +85,7 @@ def _list_problems(params: Params, file: Path) -> Iterator[str]:
 
 def _check_packages() -> Iterator[Finding]:
     supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    yield Finding("Python", platform.python_version(), supported, "" if supported else "aerie needs 3.11, 3.12 or 3.13")
+    yield Finding("Python", platform.python_version(), supported, "aerie needs 3.11, 3.12 or 3.13")
     for name in PACKAGES:
         try:
             yield Finding(name, importlib.metadata.version(name), True)
@@ -104,10 +109,13 @@ def _check_engines() -> Iterator[Finding]:
             yield Finding(name, f"not found; needed by {stages}: make serving-env ENGINE={name}")
 
 
-def _check_estimate(recipe: Path | None, file: Path) -> Iterator[Finding]:
-    """Check the free disk against the bytes that a run with the parameters in `file` writes, by reproduce's estimate."""
+def _check_estimate(sized: Future[reproduce.RunEstimate] | None) -> Iterator[Finding]:
+    """Check the free disk against the bytes that a run writes, by reproduce's estimate; None: of an embedded target."""
+    if sized is None:
+        yield preflight.check_disk(None)
+        return
     try:
-        estimate = reproduce.estimate_params(recipe, file)
+        estimate = sized.result()
     except ValueError as error:
         yield preflight.check_disk(None)
         problem = str(error).splitlines()[-1]

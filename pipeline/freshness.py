@@ -7,7 +7,6 @@ any difference DVC is asked. This module knows nothing of DVC: pipeline/dvc_grap
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -44,14 +43,10 @@ def write_known(file: Path, known: dict[str, Any]) -> None:
 
     The next command then takes longer.
     """
-    temporary = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(exist_ok=True)
-        temporary.write_text(json.dumps(known), encoding="utf-8")
-        os.replace(temporary, file)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
+    from stages.runtime import atomic  # psutil, which a look alone needs not
+
+    with suppress(OSError):
+        atomic.write_json(file, known)
 
 
 def digest_paths(paths: Iterable[str]) -> str:

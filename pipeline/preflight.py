@@ -22,7 +22,7 @@ WEIGHTS_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a report. `ok` is None where the line only informs."""
+    """One line of a report. `ok` is None where the line only informs; `advice` is for a problem."""
 
     subject: str
     found: str
@@ -30,7 +30,8 @@ class Finding:
     advice: str = ""
 
     def __str__(self) -> str:
-        return f"{MARKS[self.ok]}  {self.subject}: {self.found}" + (f"; {self.advice}" if self.advice else "")
+        advice = f"; {self.advice}" if self.advice and self.ok is False else ""
+        return f"{MARKS[self.ok]}  {self.subject}: {self.found}{advice}"
 
 
 def check_recipe(
@@ -66,11 +67,8 @@ def list_files(params: Params) -> dict[str, str]:
 def check_files(params: Params, known: Collection[str] = (), fetch: str = "") -> Iterator[Finding]:
     """Yield a finding for each file. `known` are those that the command `fetch` gets."""
     for key, path in list_files(params).items():
-        if Path(path).exists():
-            yield Finding(key, path, True)
-        else:
-            advice = fetch if path in known else "put it there, or correct the key"
-            yield Finding(key, f"{path} not found", False, advice)
+        found = path if (is_here := Path(path).exists()) else f"{path} not found"
+        yield Finding(key, found, is_here, fetch if path in known else "put it there, or correct the key")
 
 
 def check_datasets(params: Params, fetch: str) -> Iterator[Finding]:
@@ -79,7 +77,7 @@ def check_datasets(params: Params, fetch: str) -> Iterator[Finding]:
         if not source.is_local:
             is_here = is_cached(source.from_)
             found = f"dataset {source.from_}{'' if is_here else ' is not in the cache of the Hub'}"
-            yield Finding(key, found, is_here, "" if is_here else fetch)
+            yield Finding(key, found, is_here, fetch)
 
 
 def is_cached(dataset: str) -> bool:
@@ -112,7 +110,7 @@ def check_engines(params: Params) -> Iterator[Finding]:
     for key, name in wanted.items():
         location = find_program(name)
         found = f"{name} in {location}" if location else f"{name} is neither in serving-env/ nor on the PATH"
-        yield Finding(key, found, location is not None, "" if location else f"run: make serving-env ENGINE={name}")
+        yield Finding(key, found, location is not None, f"run: make serving-env ENGINE={name}")
 
 
 def measures_servers(params: Params) -> bool:
@@ -131,15 +129,12 @@ def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
     enough = len(gpus) >= needed
     names = ", ".join(f"{gpu.name} ({format_bytes(gpu.total_bytes)})" for gpu in gpus) or "none"
     advice = f"run on a machine with {needed} or more, or set target.device: cpu for a target that is small enough"
-    yield Finding(
-        "GPUs", f"{names}, expected {needed} for target.device {params.target.device}", enough, "" if enough else advice
-    )
+    yield Finding("GPUs", f"{names}, expected {needed} for target.device {params.target.device}", enough, advice)
     if enough:
         room = sum(gpu.total_bytes for gpu in gpus[:needed]) * WEIGHTS_SHARE
-        fits = weight_bytes <= room
         found = f"{format_bytes(weight_bytes)} of weights on {needed} GPU{'s' if needed > 1 else ''}"
         advice = "spread a copy over more GPUs: benchmark.num_gpus_per_model, benchmark_served.servers.*.tp"
-        yield Finding("GPU memory", found, fits, "" if fits else advice)
+        yield Finding("GPU memory", found, weight_bytes <= room, advice)
 
 
 def check_writable() -> Iterator[Finding]:
@@ -162,5 +157,5 @@ def check_disk(needed_bytes: float | None) -> Finding:
     free = shutil.disk_usage(".").free
     needed = MIN_FREE_BYTES if needed_bytes is None else needed_bytes
     about = "" if needed_bytes is None else f", a run writes about {format_bytes(needed)}"
-    advice = "" if free >= needed else "make room, or lower sample_target.train_rows, or set extract_hiddens.online"
+    advice = "make room, or lower sample_target.train_rows, or set extract_hiddens.online"
     return Finding("disk", f"{format_bytes(free)} free here{about}", free >= needed, advice)

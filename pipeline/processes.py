@@ -25,7 +25,7 @@ from typing import IO, Any
 import psutil
 
 from pipeline import password
-from pipeline.dvc_output import PROGRESS_PATTERN, find_error
+from pipeline.dvc_output import PROGRESS_PATTERN, find_error, list_error_lines
 from stages.telemetry import fork_server
 
 COMMAND_GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for a stage's command
@@ -232,6 +232,16 @@ def run_module(words: list[str]) -> list[str]:
         log = "\n  ".join(lines[-TAIL_LINES:])
         raise StageError(f"{' '.join(words)}: {log}", is_transient(log), find_error(lines))
     return lines
+
+
+def run_silent(module: str, *words: object) -> str:
+    """Return what `python -m` prints with these words, without a download. Raises ValueError with the error that it ends with."""
+    command, offline = [sys.executable, "-m", module, *map(str, words)], os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=offline)
+    if done.returncode:
+        said = list_error_lines(done.stderr.splitlines()) or [f"{module} ended with {done.returncode}: {done.stderr}"]
+        raise ValueError("\n  ".join(map(str.strip, said)))
+    return done.stdout
 
 
 def capture_output(command: list[str], folder: Path | None = None) -> str:

@@ -5,8 +5,6 @@
 
 import itertools
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +32,6 @@ class RunEstimate(BaseModel):
     model_config = ConfigDict(frozen=True)
     lines: list[str]
     disk_bytes: float
-    download_bytes: float
     gpu_hours: float
     weight_bytes: float  # of the target
     stages: dict[str, StageEstimate] = {}  # by the name in dvc.yaml before the @
@@ -92,7 +89,7 @@ def describe_dry_run(name: str, keep: bool = False) -> Iterator[str]:
 def compare_recipe(name: str, keep: bool = False) -> Iterator[str]:
     """Yield the table of the results in results/ beside the published ones."""
     with open_recipe(name, keep) as (path, file, _):
-        table = _run_reproduce_module("compare", str(path), str(file))
+        table = processes.run_silent("stages.reproduce.compare", path, file)
     yield from table.rstrip("\n").split("\n")
 
 
@@ -116,7 +113,8 @@ def estimate_params(recipe: Path | None, file: Path, gpu: str = "h200") -> RunEs
     Raises:
         ValueError: nothing is recorded of the target's shape, or the parameters are not valid.
     """
-    return RunEstimate.model_validate_json(_run_reproduce_module("estimate", str(recipe or "-"), str(file), gpu))
+    printed = processes.run_silent("stages.reproduce.estimate", recipe or "-", file, gpu)
+    return RunEstimate.model_validate_json(printed)
 
 
 @contextmanager
@@ -136,12 +134,3 @@ def _check_needs(name: str, path: Path, file: Path, estimate: RunEstimate) -> It
     recipe, _ = schema.read_recipe(path)
     assert recipe, "open_recipe has checked it"
     return preflight.check_recipe(name, recipe, schema.load_params(file), estimate.disk_bytes, estimate.weight_bytes)
-
-
-def _run_reproduce_module(module: str, *words: str) -> str:
-    """Return what a module of `stages.reproduce` prints. Raises ValueError with its message if it fails."""
-    command = [sys.executable, "-m", f"stages.reproduce.{module}", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(done.stderr.strip().removeprefix("aerie: "))
-    return done.stdout

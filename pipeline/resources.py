@@ -15,6 +15,7 @@ from typing import TextIO
 
 from stages.params.schedule import StageResources
 from stages.runtime.machine import list_named_gpus, open_lock_file, open_user_folder
+from stages.telemetry import gpu_energy
 
 
 @dataclass
@@ -139,25 +140,10 @@ class Gpu:
 
 
 def list_gpu_memory() -> list[Gpu]:
-    """Return the GPUs that `list_gpus` names, with their memory; [] without NVIDIA's driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(gpu_id))
-            if gpu_id.isdigit()
-            else pynvml.nvmlDeviceGetHandleByUUID(gpu_id)
-            for gpu_id in list_gpus()
-        ]
-        return [
-            Gpu(pynvml.nvmlDeviceGetName(gpu_id), pynvml.nvmlDeviceGetMemoryInfo(gpu_id).total) for gpu_id in handles
-        ]
-    finally:
-        pynvml.nvmlShutdown()
+    """Return the visible GPUs with their memory; [] without NVIDIA's driver."""
+    nvml = gpu_energy.pynvml
+    cards = gpu_energy.list_visible_cards()
+    return [Gpu(nvml.nvmlDeviceGetName(card), nvml.nvmlDeviceGetMemoryInfo(card).total) for card in cards]
 
 
 def list_gpus() -> list[str]:

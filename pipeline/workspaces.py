@@ -7,7 +7,6 @@ params.yaml. It stays until it is dropped:
     aerie drop RUN        # removes the worktree; the cache keeps its results
 """
 
-import os
 import re
 import shutil
 import sys
@@ -22,6 +21,7 @@ from pipeline.processes import capture_output
 from pipeline.resources import try_lock
 from stages.params.engines import SERVED, list_environments
 from stages.params.section import PARAMS_FILE, suggest_name
+from stages.runtime import atomic
 
 RUNS_FOLDER = Path(".scratch/runs")
 LOCK_PATH = Path(".scratch/run.lock")
@@ -161,10 +161,8 @@ def copy_file(source: Path, target: Path) -> None:
     if not source.exists():
         target.unlink(missing_ok=True)
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f"{target.name}.copying")
-    shutil.copy2(source, temporary)
-    os.replace(temporary, target)
+    with atomic.write_file(target) as temporary:
+        shutil.copy2(source, temporary)
 
 
 def run_dvc(*words: str, cwd: Path | None = None) -> str:

@@ -30,7 +30,6 @@ from stages.params.units import format_bytes
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
-from stages.telemetry import unfinished
 from stages.telemetry.run_stage import run_stage
 
 SAMPLED, HIDDENS, REPORT = Path("data/sampled"), Path("data/hiddens"), Path("results/hiddens_report.json")
@@ -183,7 +182,7 @@ def _print_plan(tasks: list[ShardTask]) -> None:
 
 
 def _note_progress(tasks: list[ShardTask]) -> None:
-    unfinished.note_progress(f"after {sum(task.is_written() for task in tasks)} of {len(tasks)} shards")
+    scratch.note_progress(f"after {sum(task.is_written() for task in tasks)} of {len(tasks)} shards")
 
 
 def _count_bytes(tasks: list[ShardTask]) -> int:

@@ -40,7 +40,7 @@ from stages.data.row_cleaning import (
 )
 from stages.data.tables.table_schema import load_table_file
 from stages.params import stage_inputs
-from stages.params.checks import check_column_files, check_raw_exists
+from stages.params.checks import check_raw
 from stages.params.data_sections import FixData
 from stages.params.schema import Params
 from stages.params.units import list_first
@@ -57,8 +57,7 @@ IS_KEPT = pl.col("fate") <= int(SplitFate.EVAL)
 
 def main() -> None:
     params = stage_inputs.read_params("fix_data")
-    check_raw_exists(params)
-    check_column_files(params)
+    check_raw(params)
     if params.fix_data.tables is not None and params.fix_data.answers != "text":
         load_table_file(Path(params.fix_data.tables))
     _fix(params)
@@ -252,7 +251,7 @@ def check_split(
     name = "train" if split[SplitFate.EVAL] else "eval"
     if params.eval_file is not None:
         raise ValueError(
-            f"fix_data.eval_file {', '.join(params.eval_names)} (eval_rows {params.eval_rows}) leaves the {name} split of "
+            f"fix_data.eval_file {', '.join(params.eval_file)} (eval_rows {params.eval_rows}) leaves the {name} split of "
             f"{rows} rows empty ({reasons}); change eval_rows, or give more rows"
         )
     change = "lower" if name == "train" else "raise"

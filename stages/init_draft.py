@@ -38,9 +38,9 @@ def main(name: str = ROOT_CHECKPOINT) -> None:
     required = _count_required_positions(params)
     if draft.config.max_position_embeddings < required:
         raise ValueError(
-            f"params.yaml: init_draft.max_position_embeddings {draft.config.max_position_embeddings} is below "
-            f"extract_hiddens.max_length + train_draft.ttt_steps = {required}: later positions would be trained wrong; raise "
-            "it (or that of draft_config_path), or set null for the target's"
+            f"params.yaml: init_draft.draft_config_path has max_position_embeddings {draft.config.max_position_embeddings}, "
+            f"expected extract_hiddens.max_length + train_draft.ttt_steps = {required} or more: later positions would be trained "
+            "wrong; raise it, or leave it out for the target's"
         )
     folder = checkpoint.locate_checkpoint(name)
     config = build_config_json(draft.config, layers, target_manifest)
@@ -106,13 +106,13 @@ def infer_config(params: schema.Params, target_manifest: TargetManifest) -> Draf
     init = params.init_draft
     inferred = DraftConfig(
         hidden_size=target_manifest.hidden_size,
-        intermediate_size=init.intermediate_size or target_manifest.intermediate_size,
+        intermediate_size=target_manifest.intermediate_size,
         num_attention_heads=target_manifest.num_attention_heads,
         num_key_value_heads=target_manifest.num_key_value_heads,
         head_dim=target_manifest.head_dim,
         vocab_size=target_manifest.vocab_size,
         draft_vocab_size=init.choose_vocab_size(target_manifest.vocab_size),
-        max_position_embeddings=_choose_max_positions(params, target_manifest.max_position_embeddings),
+        max_position_embeddings=max(target_manifest.max_position_embeddings, _count_required_positions(params)),
         rms_norm_eps=target_manifest.rms_norm_eps,
         rope=target_manifest.rope,
         fc_norm=init.fc_norm,
@@ -146,7 +146,7 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     for note in published.notes:
         print(f"note: {note}")
     given = DraftConfig.from_json(published.config)
-    max_positions = _choose_max_positions(params, given.max_position_embeddings)
+    max_positions = max(given.max_position_embeddings, _count_required_positions(params))
     inferred = replace(given, max_position_embeddings=max_positions, sliding_window=init.sliding_window)
     layers = eagle3_checkpoint.read_feature_layers(published.config, target_manifest.num_layers)
     config = _override_config(params, target_manifest, layers, inferred)
@@ -162,11 +162,6 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
 
 def _count_required_positions(params: schema.Params) -> int:
     return params.extract_hiddens.max_length + params.train_draft.ttt_steps
-
-
-def _choose_max_positions(params: schema.Params, inherited: int) -> int:
-    """Return max_position_embeddings of params.yaml, or the inherited value, raised to what training needs."""
-    return params.init_draft.max_position_embeddings or max(inherited, _count_required_positions(params))
 
 
 def _override_config(

@@ -42,7 +42,7 @@ from stages.toy import multimodal_target, shipped_target, text_targets
 
 def main() -> None:
     p = schema.load_params()  # all: they are checked against the target, whose facts depend on what the stage declares
-    checks.check_raw_exists(p)  # before anything that takes minutes
+    checks.check_raw(p)  # before anything that takes minutes
     checks.check_target(p)
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()

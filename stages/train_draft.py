@@ -38,7 +38,6 @@ from stages.params.section import ROOT_CHECKPOINT, get_named
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
 from stages.target.feature_layers import locate_feature_layers
-from stages.telemetry import unfinished
 from stages.telemetry.run_stage import run_stage
 from stages.training import trackers
 from stages.training.packs import OnlinePacks
@@ -106,7 +105,7 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
         draft, progress = read_draft(parent)
     if resumed and ranks.first:
         print(f"resumed after epoch {progress.epoch} from {work}")
-        unfinished.note_progress(f"after epoch {progress.epoch}")
+        scratch.note_progress(f"after epoch {progress.epoch}")
 
     layers = draft.feature_layers
     layer_indices = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {segment.from_}")
@@ -203,7 +202,7 @@ def _train_epochs(
                 if settings.keep == "best" and _is_best(trainer.log):
                     with atomic.write_folder(_locate_best(work)) as temporary:
                         _write_checkpoint(temporary, draft, trainer, weights, state)
-                unfinished.note_progress(f"after epoch {entry.epoch}")
+                scratch.note_progress(f"after epoch {entry.epoch}")
 
 
 def _locate_best(work: Path) -> Path:

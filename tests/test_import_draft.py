@@ -86,7 +86,7 @@ def test_a_graph_that_trains_nothing_has_no_initial_draft(project: Path, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"intermediate_size": 64}, "init_draft: intermediate_size is 64 while from"),
+        ({"fc_norm": True}, "init_draft: fc_norm is True while from"),
         ({"from": "drafts/e003"}, "drafts/e003/config.json not found; expected a draft's folder"),
     ],
 )

@@ -126,9 +126,8 @@ def test_pickled_weights_are_refused_with_a_conversion_that_works(
     torch.save(dict(tensors[:5]) | {"lm_head.weight": tensors[0][1]}, folder / "pytorch_model-00001-of-00002.bin")
     torch.save(dict(tensors[5:-1]), folder / "pytorch_model-00002-of-00002.bin")
     torch.save({"no": "weights"}, folder / "training_args.bin")
-    with pytest.raises(
-        ValueError, match=r"found pytorch_model-00001-of-00002\.bin, pytorch.* in mine: python -c"
-    ) as error:
+    found = r"found pytorch_model-00001-of-00002\.bin, pytorch.* in mine: python -c"
+    with pytest.raises(ValueError, match=found) as error:
         prepare_target.main()
     assert "lm_head_key" not in str(error.value)
     command = str(error.value).partition(" in mine: ")[2].replace("python ", f"{sys.executable} ", 1)

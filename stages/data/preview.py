@@ -17,7 +17,7 @@ import polars as pl
 from stages.data import column_names, json_lines, readers, row_cleaning
 from stages.data.readers import ArrowRows, RawChunk
 from stages.data.row_cleaning import WAITING_IMAGES_FOLDER
-from stages.params.checks import check_column_files, check_raw_exists
+from stages.params.checks import check_raw
 from stages.params.data_sections import FixData
 from stages.params.schema import load_params
 from stages.telemetry.run_stage import run_stage
@@ -50,8 +50,7 @@ def main(rows: str, path: str = "") -> None:
             raise ValueError(f"{path} does not exist; give a file or a folder of raw data (docs/data.md)")
         fix = fix.model_copy(update={"eval_file": None, "eval_rows": None})
     else:
-        check_raw_exists(params)
-        check_column_files(params)
+        check_raw(params)
     kept = print_preview(fix, int(rows), path)
     if not kept:
         sys.exit(1)

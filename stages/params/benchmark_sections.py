@@ -1,11 +1,12 @@
 """The sections of benchmark cells: workloads, and the engines that run them (benchmark, benchmark_served)."""
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
-from stages.params.engines import DEFAULT_SERVED, SERVED, ServedEngine
+from stages.params.engines import SERVED, ServedEngine
 from stages.params.section import (
     TEXT_OR_NUMBER,
     Count,
@@ -68,26 +69,18 @@ class Workload(Section):
     grade: bool = False
     seed: Seed = 42
 
-    @model_validator(mode="after")
-    def keys_agree(self) -> "Workload":
+    def list_conflicts(self) -> Iterator[str]:
         is_random = self.prompts == "random"
         if is_random != (self.input_tokens is not None):
-            raise ValueError(
-                f"input_tokens is {self.input_tokens} with prompts: {self.prompts}, expected a number for random, else null"
-            )
+            yield f"input_tokens is {self.input_tokens} with prompts: {self.prompts}, expected a number for random, else null"
         if self.prompts in ("random", "written") and self.num_prompts is None:
-            raise ValueError(f"num_prompts is null with prompts: {self.prompts}, expected a number: they have no end")
+            yield f"num_prompts is null with prompts: {self.prompts}, expected a number: they have no end"
         if isinstance(self.num_prompts, list) and len(self.num_prompts) != len(self.list_concurrencies()):
-            raise ValueError(
-                f"num_prompts is {self.num_prompts} with concurrency {self.concurrency}, expected a number for each, or one"
-            )
+            yield f"num_prompts is {self.num_prompts} with concurrency {self.concurrency}, expected a number for each, or one"
         if not is_random and self.length_range != 1:
-            raise ValueError(
-                f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1, or random prompts"
-            )
+            yield f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1, or random prompts"
         if self.stop is not None and self.stop <= self.start:
-            raise ValueError(f"stop is {self.stop}, expected more than start, {self.start}; no prompt is between")
-        return self
+            yield f"stop is {self.stop}, expected more than start, {self.start}; no prompt is between"
 
     @property
     def requests_per_second(self) -> float:
@@ -124,9 +117,8 @@ class Benchmark(Section):
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
     # both; eagle: only speculative decoding, without a speedup; baseline: only plain decoding (docs/workloads.md)
     mode: Literal["both", "eagle", "baseline"] = "both"
-    run_generated_code: bool = (
-        False  # true: workloads of humaneval may be graded, which runs programs that the target wrote
-    )
+    # true: workloads of humaneval may be graded, which runs programs that the target wrote
+    run_generated_code: bool = False
     torch_workloads: Names  # workloads for the torch engine, which interleaves plain and speculative decoding
     tree_scoring: ScoringName = SGLANG_SCORING  # as replay_trees.tree_scoring
     # above temperature 0; greedy: the likeliest drafts, as SGLang with DFlash and vLLM's default; sampled: drawn, as
@@ -144,26 +136,22 @@ class Benchmark(Section):
     # l<window>_<level>_<guesses> (docs/methods.md). A cell whose draft can't draft the shape is left out, and says why
     trees: Annotated[ShapeNames, Field(min_length=1)]
 
-    @model_validator(mode="after")
-    def torch_engine_supports_it(self) -> "Benchmark":
+    def list_conflicts(self) -> Iterator[str]:
         for name in self.torch_workloads:
             rate = get_named(self.workloads, name, "benchmark.workloads").request_rate
             if rate != "inf":
-                raise ValueError(
+                yield (
                     f"torch_workloads: workload {name} has request_rate {rate}, expected inf: the torch engine has no arrival "
                     "times; serve it (benchmark_served)"
                 )
-        if self.samples_drafts:
-            for tree in (tree for tree in map(parse_shape, self.trees) if tree.topk > 1):
-                raise ValueError(
+        for tree in map(parse_shape, self.trees if self.samples_drafts else []):
+            if tree.topk > 1:
+                yield (
                     f"trees: {tree.name} has topk {tree.topk} and draft_sampling is sampled, expected chains "
                     f"(t{tree.num_steps}_1_{tree.num_steps + 1}); take it out, or set draft_sampling to greedy"
                 )
         if self.num_gpus_total % self.num_gpus_per_model:
-            raise ValueError(
-                f"num_gpus_total is {self.num_gpus_total}, expected a multiple of num_gpus_per_model, {self.num_gpus_per_model}"
-            )
-        return self
+            yield f"num_gpus_total is {self.num_gpus_total}, expected a multiple of num_gpus_per_model, {self.num_gpus_per_model}"
 
     @property
     def samples_drafts(self) -> bool:
@@ -234,26 +222,10 @@ class BenchmarkServed(Section):
         default_factory=lambda: {engine: BenchmarkServer() for engine in get_args(ServedEngine)}
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_one_engine(cls, found: Any) -> Any:
-        """Refuse the keys of earlier versions, which had one engine."""
-        if isinstance(found, dict) and (old := [key for key in ("engine", "server") if key in found]):
-            engine = found.get("engine", DEFAULT_SERVED)
-            raise ValueError(
-                f"{' and '.join(old)}: a run has several engines now; write engines: [{engine}], and the keys of `server` "
-                f"under servers: {{{engine}: ...}}"
-            )
-        return found
-
     def get_server(self, engine: str) -> BenchmarkServer:
         return next(server for name, server in self.servers.items() if name == engine)
 
-    @model_validator(mode="after")
-    def _check_quantised(self) -> "BenchmarkServed":
+    def list_conflicts(self) -> Iterator[str]:
         for engine, server in self.servers.items():
             if server.quantised and not SERVED[engine].loads_quantised:
-                raise ValueError(
-                    f"servers.{engine}.quantised is {server.quantised}, expected null: it loads no such file"
-                )
-        return self
+                yield f"servers.{engine}.quantised is {server.quantised}, expected null: it loads no such file"

@@ -40,20 +40,15 @@ def list_left_out_trees(
                 yield LeftOutTree("benchmark_served", engine, name, tree.name, reason)
 
 
-def check_cell_trees(torch: Benchmark, served: BenchmarkServed, drafts: Mapping[str, DraftKind]) -> None:
-    """Raise ValueError for a checkpoint that no tree of its section runs with."""
-    left_out = list(list_left_out_trees(torch, served, drafts))
-    for section, names, trees, num_engines in (
-        ("benchmark", torch.checkpoints, torch.trees, 1),
-        ("benchmark_served", served.checkpoints, served.trees, len(served.engines)),
-    ):
-        reasons = {name: [x for x in left_out if (x.section, x.checkpoint) == (section, name)] for name in names}
-        if idle := [name for name, found in reasons.items() if trees and len(found) == len(trees) * num_engines]:
-            explained = "; ".join(f"{name}: {reasons[name][0].reason}" for name in idle)
-            raise ValueError(
-                f"{section}.trees has {', '.join(trees)}, of which none runs with {', '.join(idle)}; expected one for each of "
-                f"{section}.checkpoints ({explained})"
-            )
+def list_idle_checkpoints(torch: Benchmark, served: BenchmarkServed, drafts: Mapping[str, DraftKind]) -> Iterator[str]:
+    """Yield a line for each checkpoint that no tree of its section runs with."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for left_out in list_left_out_trees(torch, served, drafts):
+        reasons.setdefault((left_out.section, left_out.checkpoint), []).append(left_out.reason)
+    for (section, name), found in reasons.items():
+        trees, engines = (torch.trees, 1) if section == "benchmark" else (served.trees, len(served.engines))
+        if len(found) == len(trees) * engines:
+            yield f"{section}.trees has {', '.join(trees)}, of which none runs with {name}; expected one ({found[0]})"
 
 
 def describe_left_out(trees: Iterable[LeftOutTree]) -> list[str]:

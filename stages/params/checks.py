@@ -1,37 +1,24 @@
 """Checks of params.yaml against what it names: raw data, folders of models, the target's vocabulary, chat template and feature
 layers, GPUs.
-
-python -m stages.params.checks        # check the whole file, as `aerie run` does before anything starts
 """
 
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
 
 from stages.params import target_files
-from stages.params.cell_trees import describe_left_out
 from stages.params.data_sections import fits_file
 from stages.params.families import DraftKind
-from stages.params.schema import Params, load_params
+from stages.params.schema import Params
 from stages.params.section import PARAMS_FILE, suggest_name
 from stages.params.units import list_first
 from stages.runtime import guarded_files
 
 # Devices of NVIDIA's driver, of Jetson, of WSL and of ROCm.
 GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
-
-
-def may_have_gpu() -> bool:
-    """Return False only where there is no GPU for sure: no device and no nvidia-smi, or none is left visible."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        return False
-    return any(map(glob, GPU_DEVICES)) or shutil.which("nvidia-smi") is not None
-
-
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"  # owner/name, or builtin/NAME
 SMALL_DRAFT_VOCAB = 4096  # below, a draft's vocabulary is told of
 TARGETS_FOLDER = Path("data/targets")  # of embedded targets that are shipped
@@ -39,22 +26,30 @@ MAX_SHOWN_FILES = 20  # in a message
 TEMPLATES_FOLDER = Path("templates")  # of target.chat_template
 
 
-def check_raw_exists(params: Params) -> None:
-    """Raise ValueError for missing raw conversations, before any stage starts."""
-    fix = params.fix_data
-    raw = Path(fix.raw)
+def check_raw(params: Params) -> None:
+    """Raise ValueError for missing raw conversations, and for names of their files that fit none, or of which two fit one."""
+    fix, raw = params.fix_data, Path(params.fix_data.raw)
     if not raw.exists():
         is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", fix.raw) and not raw.suffix and raw.parts[0] != "data"
         more = f"; for the dataset {fix.raw} of the Hub write a file NAME.hub.yaml" if is_id else ""
         raise ValueError(
             f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more} (docs/data.md)"
         )
-    files = _list_raw_files(raw) if fix.eval_names else []
-    for name in fix.eval_names:
-        if not any(fits_file(name, file) for file in files):
+    columns = [name for name in fix.columns or {} if name != "*"]  # which fits any
+    files = _list_raw_files(raw) if fix.eval_file or columns else []
+    for key, names in {"eval_file": fix.eval_file or [], "columns": columns}.items():
+        for name in names:
+            if not any(fits_file(name, file) for file in files):
+                raise ValueError(
+                    f"{PARAMS_FILE}: fix_data.{key} names {name}{suggest_name(name, files)}, expected the path of a file or a "
+                    f"folder as seen from fix_data.raw, or a pattern, found {list_first(files, MAX_SHOWN_FILES)} in {raw}; "
+                    "correct it"
+                )
+    for file in files:
+        if len(fitting := fix.find_column_names(raw / file if raw.is_dir() else raw)) > 1:
             raise ValueError(
-                f"{PARAMS_FILE}: fix_data.eval_file names {name}{suggest_name(name, files)}, expected the path of a file or a "
-                f"folder as seen from fix_data.raw, or a pattern, found {list_first(files, MAX_SHOWN_FILES)} in {raw}; correct it"
+                f"{PARAMS_FILE}: fix_data.columns names {' and '.join(fitting)}, which both fit {file}, expected one; name "
+                "the file itself"
             )
 
 
@@ -64,31 +59,15 @@ def _list_raw_files(raw: Path) -> list[str]:
     return sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
 
 
-def check_column_files(params: Params) -> None:
-    """Raise ValueError for a name in fix_data.columns that fits no file of fix_data.raw, and for a file that two names fit."""
-    fix = params.fix_data
-    if fix.columns_by_file.keys() <= {"*"}:
-        return
-    raw, used = Path(fix.raw), set[str]()
-    files = _list_raw_files(raw)
-    for file in files:
-        fitting = fix.find_column_names(raw / file if raw.is_dir() else raw)
-        if len(fitting) > 1:
-            raise ValueError(
-                f"{PARAMS_FILE}: fix_data.columns names {' and '.join(fitting)}, which both fit {file}, expected one; name "
-                "the file itself"
-            )
-        used.update(fitting)
-    if unknown := [name for name in fix.columns_by_file if name not in used]:
-        raise ValueError(
-            f"{PARAMS_FILE}: fix_data.columns names {unknown[0]}{suggest_name(unknown[0], files)}, expected the path of a file "
-            f"in fix_data.raw, or a pattern, found {list_first(files, MAX_SHOWN_FILES)} in {raw}; correct it"
-        )
-
-
 def check_params(params: Params) -> None:
     """Raise ValueError for missing data, folders, files, GPUs and layers that params.yaml names."""
     for check in CHECKS:
+        check(params)
+
+
+def check_target(params: Params) -> None:
+    """Raise ValueError for a target that is not here, or that does not fit the parameters or this machine."""
+    for check in TARGET_CHECKS:
         check(params)
 
 
@@ -101,13 +80,6 @@ def list_problems(params: Params) -> Iterator[str]:
             check(params)
         except ValueError as error:
             yield str(error)
-
-
-def check_target(params: Params) -> None:
-    """Raise ValueError for a target whose folder is missing, a device that this machine lacks, or as check_target_settings."""
-    check_target_path(params)
-    check_device(params)
-    check_target_settings(params)
 
 
 def check_target_path(params: Params) -> None:
@@ -126,8 +98,10 @@ def check_target_path(params: Params) -> None:
 
 def check_device(params: Params) -> None:
     """Raise ValueError for a GPU that this machine lacks."""
-    device = params.target.device
-    if device != "cpu" and params.schedule.runner == "local" and not may_have_gpu():
+    device, runner = params.target.device, params.schedule.runner
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    is_absent = not (any(map(glob, GPU_DEVICES)) or shutil.which("nvidia-smi"))
+    if device != "cpu" and runner == "local" and (is_hidden or is_absent):
         raise ValueError(
             f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none here, or none in CUDA_VISIBLE_DEVICES; set "
             "target.device: cpu, or run where there is one"
@@ -135,11 +109,14 @@ def check_device(params: Params) -> None:
 
 
 def check_target_settings(params: Params) -> None:
-    """Raise ValueError for a chat template that can't be read, or feature layers that a target that is here does not have."""
+    """Raise ValueError for a chat template that can't be read, and feature layers that a target that is here, or a draft that is
+    to be trained, does not have.
+    """
     read_chat_template(params.target.chat_template)
-    layers, model = params.target.feature_layers, params.target.model
-    if layers is not None and (num_layers := _find_number(params, "num_hidden_layers")) is not None:
-        check_target_layers(model, layers, num_layers)
+    if (layers := params.target.feature_layers) is not None:
+        if (num_layers := _find_number(params, "num_hidden_layers")) is not None:
+            check_target_layers(params.target.model, layers, num_layers)
+        check_segment_layers(params, layers)
 
 
 def check_target_files(params: Params) -> None:
@@ -171,12 +148,6 @@ def list_remarks(params: Params) -> Iterator[str]:
         keys = "replay_trees.checkpoints and benchmark.checkpoints" if is_replayed else "benchmark.checkpoints"
         if names:
             yield f"{', '.join(names)}: made, and neither replayed nor measured; add it to {keys}"
-
-
-def check_stored_layers(params: Params) -> None:
-    """Raise ValueError where a draft is to be trained that reads other layers than target.feature_layers names."""
-    if params.target.feature_layers is not None:
-        check_segment_layers(params, params.target.feature_layers)
 
 
 def read_chat_template(name: str | None) -> str | None:
@@ -286,32 +257,5 @@ def check_drawn_tokens(params: Params, difference: str) -> None:
         )
 
 
-TARGET_CHECKS = (
-    check_target_path,
-    check_device,
-    check_target_settings,
-    check_target_files,
-    check_vocab_of_target,
-    check_stored_layers,
-)
-CHECKS = (check_raw_exists, check_column_files, *TARGET_CHECKS)
-
-
-def main() -> None:
-    params = load_params()
-    check_params(params)
-    b, served = params.benchmark, params.benchmark_served
-    cells = len(b.torch_workloads) * len(b.checkpoints) * len(b.trees)
-    cells += len(served.engines) * len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))
-    for line in describe_left_out(params.list_left_out_trees()):
-        print(line)
-    print(
-        f"{PARAMS_FILE} is valid: target {params.target.model}, {len(params.train_draft.checkpoints)} checkpoints, {cells} cells"
-    )
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"aerie: {error}")
+TARGET_CHECKS = (check_target_path, check_device, check_target_settings, check_target_files, check_vocab_of_target)
+CHECKS = (check_raw, *TARGET_CHECKS)

@@ -1,11 +1,12 @@
 """The sections of prompts and answers: fix_data, sample_target, prepare_prompts."""
 
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
 from stages.params.engines import LaunchedEngine
 from stages.params.section import LIST_OR_NUMBER, Count, Name, NonNegative, Positive, Section, Seed, Share, Text
@@ -34,24 +35,14 @@ def check_column_names(columns: dict[str, str]) -> dict[str, str]:
     return columns
 
 
-def _check_column_form(columns: Any) -> Any:
-    """Return the value of `columns`. Raises ValueError unless it is one map, or a map for each file."""
-    is_mixed = isinstance(columns, dict) and len({isinstance(value, dict) for value in columns.values()}) > 1
-    if is_mixed or not isinstance(columns, dict | None):
-        raise ValueError(
-            "expected a map of columns, as {prompt: question, answer: reply}, or one for each file, as {a.csv: {prompt: "
-            f"question, answer: reply}}}}, found {columns!r}"
-        )
-    return columns
+def _name_files(columns: Any) -> Any:
+    """Return column maps by the files that they are of: a single one is of all, `*`."""
+    is_single = isinstance(columns, dict) and not any(isinstance(value, dict) for value in columns.values())
+    return {"*": columns} if is_single else columns
 
 
 ColumnNames = Annotated[dict[str, Text], AfterValidator(check_column_names)]
-ColumnMaps = Annotated[
-    Annotated[ColumnNames, Tag("one map")] | Annotated[dict[str, ColumnNames], Tag("a map for each file")],
-    Discriminator(
-        lambda value: "a map for each file" if any(isinstance(one, dict) for one in value.values()) else "one map"
-    ),
-]
+ColumnMaps = Annotated[dict[str, ColumnNames], BeforeValidator(_name_files)]
 
 
 def check_table_path(path: str) -> str:
@@ -67,12 +58,10 @@ def check_table_path(path: str) -> str:
 TableFilePath = Annotated[Text, AfterValidator(check_table_path)]
 
 
-def _check_eval_form(given: Any) -> Any:
-    """Return the value of `eval_file`. Raises ValueError unless it is a text or a list of texts."""
-    names = given if isinstance(given, list) else [given]
-    if given is not None and not (names and all(isinstance(name, str) and name for name in names)):
-        raise ValueError(f"expected a path in raw, a pattern of paths or a list of those, found {given!r}; correct it")
-    return given
+def _list_paths(given: Any) -> Any:
+    """Return one path or several as a list of paths as messages name files."""
+    paths = given if isinstance(given, list) else [given]
+    return [PurePosixPath(path).as_posix() if isinstance(path, str) else path for path in paths]
 
 
 def fits_file(name: str, source: str) -> bool:
@@ -80,7 +69,7 @@ def fits_file(name: str, source: str) -> bool:
     return source == name or source.startswith(f"{name}/") or fnmatchcase(source, name)
 
 
-EvalFiles = Text | list[Text]
+EvalFiles = Annotated[list[Text], Field(min_length=1), BeforeValidator(_list_paths)]
 
 
 class FixData(Section):
@@ -89,7 +78,7 @@ class FixData(Section):
     format: Literal["auto", "sharegpt", "ultrachat", "messages", "prompt_answer"] = "auto"
     # of CSV or other tables: {prompt: question, answer: reply}; null: by known names; or a map for each file of
     # `raw`, {a.csv: {prompt: question, answer: reply}, "more/*.csv": {...}} (docs/data.md)
-    columns: Annotated[ColumnMaps | None, BeforeValidator(_check_column_form)] = None
+    columns: ColumnMaps | None = None
     # toon or json: each answer must decode, if need be after repair; text: kept as it is
     answers: Literal["toon", "json", "text"] = "text"
     # a schema of toon or json answers: names, types, units (docs/data.md); null: any
@@ -102,7 +91,7 @@ class FixData(Section):
     max_dropped_share: Annotated[float, Field(ge=0, lt=1)] | None = 0.5
     # the eval split: a file in the folder `raw` (or `raw` itself), a folder in it, a pattern of such paths, or a list
     # of those; each file has its own tau. null: split by eval_share
-    eval_file: Annotated[EvalFiles | None, BeforeValidator(_check_eval_form)] = None
+    eval_file: EvalFiles | None = None
     # number of first rows of each such file that are the eval split, the others train; null: all
     eval_rows: Count | None = None
     # share of rows in the eval split, chosen by a hash of their content: new rows move no other
@@ -110,56 +99,36 @@ class FixData(Section):
     # folders, beside the data's own, from which rows may name images by path
     image_folders: list[Text] = Field(default_factory=list)
 
-    @model_validator(mode="after")
-    def keys_agree(self) -> "FixData":
+    def list_conflicts(self) -> Iterator[str]:
         if self.min_chars > self.max_chars:
-            raise ValueError(f"min_chars {self.min_chars} is above max_chars {self.max_chars}; lower it")
+            yield f"min_chars {self.min_chars} is above max_chars {self.max_chars}; lower it"
         if self.columns is not None and self.format != "auto":
-            raise ValueError(
-                f"format is {self.format}, expected auto while columns names the columns; set format: auto"
-            )
+            yield f"format is {self.format}, expected auto while columns names the columns; set format: auto"
         if self.eval_rows is not None and self.eval_file is None:
-            raise ValueError(f"eval_rows is {self.eval_rows}, expected null while eval_file is null; set eval_file")
-        return self
-
-    @property
-    def eval_names(self) -> list[str]:
-        """Return the paths of eval_file, and patterns of paths, as seen from `raw`; none if the split is by hash."""
-        given = [self.eval_file] if isinstance(self.eval_file, str) else self.eval_file or []
-        return [PurePosixPath(name).as_posix() for name in given]
+            yield f"eval_rows is {self.eval_rows}, expected null while eval_file is null; set eval_file"
 
     def is_eval_source(self, source: str) -> bool:
         """Return whether a raw file, by its path as seen from `raw`, is one of eval_file."""
-        return any(fits_file(name, source) for name in self.eval_names)
+        return any(fits_file(name, source) for name in self.eval_file or [])
 
     def image_roots(self) -> list[Path]:
         """Return the folders, beside a file's own, that images may be read from: that of all data, and those named."""
         raw = Path(self.raw)
         return [raw if raw.is_dir() else raw.parent, *map(Path, self.image_folders)]
 
-    @property
-    def columns_by_file(self) -> dict[str, dict[str, str]]:
-        """Return the column maps by the paths in `raw`, or patterns of paths, that they are of: `*` where one is of all files."""
-        given = self.columns or {}
-        maps = {name: value for name, value in given.items() if isinstance(value, dict)}
-        shared_map = {role: value for role, value in given.items() if isinstance(value, str)}
-        return maps | ({"*": shared_map} if shared_map else {})
-
     def choose_columns(self, file: Path) -> dict[str, str] | None:
         """Return the column map of a raw file; None where it is read by known names."""
         names = self.find_column_names(file)
-        return self.columns_by_file[names[0]] if names else None
+        return self.columns[names[0]] if self.columns and names else None
 
     def find_column_names(self, file: Path) -> list[str]:
-        """Return the keys of columns_by_file that fit a raw file: its own path alone where that is one, else patterns.
+        """Return the keys of `columns` that fit a raw file: its own path alone where that is one, else folders and patterns.
 
-        Several patterns are for checks.py to refuse: DVC sees no order of keys, so none may be the first.
+        Several of those are for checks.py to refuse: DVC sees no order of keys, so none may be the first.
         """
-        path, raw = file.absolute(), Path(self.raw).absolute()
+        path, raw, columns = file.absolute(), Path(self.raw).absolute(), self.columns or {}
         name = path.relative_to(raw).as_posix() if path != raw and path.is_relative_to(raw) else path.name
-        if name in self.columns_by_file:
-            return [name]
-        return sorted(pattern for pattern in self.columns_by_file if fnmatchcase(name, pattern))
+        return [name] if name in columns else sorted(key for key in columns if fits_file(key, name))
 
 
 class SamplingServer(Section):
@@ -179,13 +148,9 @@ class SamplingServer(Section):
     # name of the environment variable that holds the key, never the key itself
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
 
-    @model_validator(mode="after")
-    def is_launched_or_running(self) -> "SamplingServer":
+    def list_conflicts(self) -> Iterator[str]:
         if self.launch and self.base_urls:
-            raise ValueError(
-                f"launch is {self.launch} and base_urls names {len(self.base_urls)} server(s), expected one of the two"
-            )
-        return self
+            yield f"launch is {self.launch} and base_urls names {len(self.base_urls)} server(s), expected one of the two"
 
     @property
     def is_configured(self) -> bool:
@@ -227,17 +192,11 @@ class SampleTarget(Section):
     shard_size: Count = 4096  # rows of a file of data/sampled; a complete file survives an interrupted run
     server: SamplingServer = Field(default_factory=lambda: SamplingServer())
 
-    @model_validator(mode="after")
-    def backend_has_what_it_needs(self) -> "SampleTarget":
+    def list_conflicts(self) -> Iterator[str]:
         if self.backend == "server" and not self.server.is_configured:
-            raise ValueError(
-                "backend is server, expected server.launch or server.base_urls, found neither; set one of them"
-            )
+            yield "backend is server, expected server.launch or server.base_urls, found neither; set one of them"
         if self.history == "target" and self.backend != "server":
-            raise ValueError(
-                f"history is target, expected data with backend {self.backend}; set data, or backend: server"
-            )
-        return self
+            yield f"history is target, expected data with backend {self.backend}; set data, or backend: server"
 
     @property
     def is_in_process(self) -> bool:
@@ -269,24 +228,16 @@ class PromptSet(Section):
     format: Literal["mt_bench", "gsm8k", "humaneval", "alpaca", "math500"] | None = None
     columns: ColumnNames | None = None  # as fix_data.columns, {prompt: Frage}; null: by known names
 
-    @model_validator(mode="after")
-    def is_path_or_dataset(self) -> "PromptSet":
+    def list_conflicts(self) -> Iterator[str]:
         is_id = re.fullmatch(DATASET_ID_PATTERN, self.from_) and not FILE_PATTERN.search(self.from_)
         if self.is_local and (self.name or self.revision):
-            raise ValueError(
-                f"from is the path {self.from_}, expected name and revision to be null: a dataset's id has them"
-            )
+            yield f"from is the path {self.from_}, expected name and revision to be null: a dataset's id has them"
         if self.is_local and is_id and not Path(self.from_).exists():
-            raise ValueError(
-                f"from is {self.from_}, which is no path here; expected split to say which part of the dataset"
-            )
+            yield f"from is {self.from_}, which is no path here; expected split to say which part of the dataset"
         if not self.is_local and not is_id:
-            raise ValueError(
-                f"from is {self.from_}, expected split to be null: only the id of a dataset (owner/name) has one"
-            )
+            yield f"from is {self.from_}, expected split to be null: only the id of a dataset (owner/name) has one"
         if self.columns and self.format:
-            raise ValueError(f"format is {self.format}, expected null while columns names the columns")
-        return self
+            yield f"format is {self.format}, expected null while columns names the columns"
 
     @property
     def is_local(self) -> bool:
@@ -311,8 +262,6 @@ class PreparePrompts(Section):
         }
     )
 
-    @model_validator(mode="after")
-    def names_are_free(self) -> "PreparePrompts":
-        if taken := sorted(OWN_PROMPTS & set(self.sets)):
-            raise ValueError(f"sets.{taken[0]}: {', '.join(sorted(OWN_PROMPTS))} are reserved; choose another name")
-        return self
+    def list_conflicts(self) -> Iterator[str]:
+        for name in sorted(OWN_PROMPTS & set(self.sets)):
+            yield f"sets.{name}: {', '.join(sorted(OWN_PROMPTS))} are reserved; choose another name"

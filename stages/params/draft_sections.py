@@ -1,9 +1,10 @@
 """The sections of stages that make drafts: init_draft, check_overfit, train_draft, import_draft."""
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from stages.params.families import BUILTIN, FAMILIES, AnySegment, DraftFamily, Segment, find_builtin
 from stages.params.section import (
@@ -33,8 +34,6 @@ class InitDraft(Section):
     feature_layers: Eagle3FeatureLayers | None = None
     # the most frequent tokens of the training answers; null: 32000, or all of a target with fewer
     draft_vocab_size: Count | None = None
-    intermediate_size: Count | None = None  # null: as the target's
-    max_position_embeddings: Count | None = None  # null: as the target's
     # a JSON file in draft_configs/ whose keys override those inferred from the target: docs/drafts.md
     draft_config_path: Annotated[str, Field(pattern=r"^draft_configs/[^/]+$")] | None = None
     fc_norm: bool = False  # EAGLE-3.1: norm each feature layer before the fusion; SGLang and vLLM load it
@@ -45,16 +44,12 @@ class InitDraft(Section):
     revision: str | None = None  # of a Hugging Face id in `from`: branch, tag or commit
     seed: Seed = 3
 
-    @model_validator(mode="after")
-    def options_agree(self) -> "InitDraft":
+    def list_conflicts(self) -> Iterator[str]:
         if self.revision is not None and self.from_ is None:
-            raise ValueError(f"revision is {self.revision!r}, expected null while from is null; name the draft in from")
-        own = ("draft_vocab_size", "intermediate_size", "feature_layers", "fc_norm", "norm_output")
-        if self.from_ is not None and (named := [key for key in own if getattr(self, key)]):
-            raise ValueError(
-                f"{named[0]} is {getattr(self, named[0])} while from names a published draft, which has its own; leave it out"
-            )
-        return self
+            yield f"revision is {self.revision!r}, expected null while from is null; name the draft in from"
+        for key in ("draft_vocab_size", "feature_layers", "fc_norm", "norm_output"):
+            if self.from_ is not None and (value := getattr(self, key)):
+                yield f"{key} is {value} while from names a published draft, which has its own; leave it out"
 
     @property
     def makes_fresh_draft(self) -> bool:
@@ -99,17 +94,18 @@ class CheckOverfit(Section):
         return 1 + 5 / 7 * ttt_steps if self.min_tau is None else self.min_tau
 
 
-def _check_same_draft(name: str, segment: Segment, parent: str, start: Segment) -> None:
-    """Raise ValueError where a segment is of another method, or of other sizes, than the one it starts from."""
+def _list_differences(name: str, segment: Segment, parent: str, start: Segment) -> Iterator[str]:
+    """Yield where a segment is of another method, or of other sizes, than the one it starts from."""
     if segment.method != start.method:
-        raise ValueError(
+        yield (
             f"checkpoints.{name} is of {segment.method} and starts from {parent}, which is of {start.method}; expected one "
             f"method: start it from {ROOT_CHECKPOINT}, from which every method can start"
         )
+        return
     for key, expected in start.sizes.items():
         if (found := segment.sizes[key]) != expected:
             expected, found = ("null" if x is None else x for x in (expected, found))
-            raise ValueError(
+            yield (
                 f"checkpoints.{name}.{key} is {found}, but {expected} in {parent}, which it starts from; expected one draft: "
                 f"write {key}: {expected}, or start it from {ROOT_CHECKPOINT}"
             )
@@ -158,39 +154,38 @@ class TrainDraft(Section):
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = None
     seed: Seed = 5
 
-    @model_validator(mode="after")
-    def chains_reach_the_root(self) -> "TrainDraft":
+    def list_conflicts(self) -> Iterator[str]:
+        """Yield names that are taken, segments that don't go on from their parent, and a horizon without a use."""
         if ROOT_CHECKPOINT in self.checkpoints:
-            raise ValueError(f"checkpoints.{ROOT_CHECKPOINT} is made by init_draft; choose another name")
-        for name in self.checkpoints:
+            yield f"checkpoints.{ROOT_CHECKPOINT} is made by init_draft; choose another name"
+        for name, segment in self.checkpoints.items():
             seen = [name]
             while (parent := self.checkpoints[seen[-1]].from_) in self.checkpoints:  # Params names one that is not made
                 if parent in seen:
-                    raise ValueError(f"checkpoints {' -> '.join([*seen, parent])} form a cycle; start one from e000")
-                if self.checkpoints[parent].epochs is None:
-                    raise ValueError(
-                        f"checkpoints.{seen[-1]} starts from {parent}, whose epochs follow from its rows; expected a number of "
-                        f"epochs there: write checkpoints.{parent}.epochs"
-                    )
-                _check_same_draft(seen[-1], self.checkpoints[seen[-1]], parent, self.checkpoints[parent])
+                    yield f"checkpoints {' -> '.join([*seen, parent])} form a cycle; start one from e000"
+                    return
                 seen.append(parent)
-        return self
+            if start := self.checkpoints.get(segment.from_):
+                yield from _list_differences(name, segment, segment.from_, start)
+                if start.epochs is None:
+                    yield (
+                        f"checkpoints.{name} starts from {segment.from_}, whose epochs follow from its rows; expected a number of "
+                        f"epochs there: write checkpoints.{segment.from_}.epochs"
+                    )
+            if segment.epochs is None and (segment.from_ != ROOT_CHECKPOINT or self.horizon_epochs):
+                yield (
+                    f"checkpoints.{name}.epochs is null, by the rows, expected a number beside horizon_epochs and from another "
+                    f"checkpoint than {ROOT_CHECKPOINT}, since the schedule's end counts them; write the epochs"
+                )
+        if self.schedule == "constant" and self.horizon_epochs is not None:
+            yield f"schedule is constant and horizon_epochs {self.horizon_epochs}, expected null: no rate falls there"
 
     @model_validator(mode="after")
     def horizon_holds_every_checkpoint(self) -> "TrainDraft":
         """Write into each segment where its schedule ends, so that the stage of a checkpoint depends on it."""
-        if self.schedule == "constant" and self.horizon_epochs is not None:
-            raise ValueError(
-                f"schedule is constant and horizon_epochs {self.horizon_epochs}, expected null: no rate falls there"
-            )
         for name, segment in list(self.checkpoints.items()) if self.schedule != "constant" else ():
-            if segment.epochs is None and segment.from_ == ROOT_CHECKPOINT and self.horizon_epochs is None:
-                continue  # the stage knows its rows, and so its end
             if segment.epochs is None:
-                raise ValueError(
-                    f"checkpoints.{name}.epochs is null, by the rows, expected a number beside horizon_epochs and from another "
-                    f"checkpoint than {ROOT_CHECKPOINT}, since the schedule's end counts them; write the epochs"
-                )
+                continue  # the stage knows its rows, and so its end
             end = self.count_epochs(name)
             horizon = segment.horizon_epochs or self.horizon_epochs or end
             if end > horizon:
@@ -232,21 +227,16 @@ class TrainDraft(Section):
 class ImportedCheckpoint(Section):
     """A published draft used as a checkpoint, whose config's RoPE theta `rope_theta` overrides, or a family without weights."""
 
-    model: (
-        Source  # an id or a folder; or builtin/ngram or builtin/lookahead, which nothing is downloaded or trained for
-    )
+    # an id or a folder; or builtin/ngram or builtin/lookahead, which nothing is downloaded or trained for
+    model: Source
     revision: str | None = None
     rope_theta: Positive | None = None
 
-    @field_validator("model")
-    @classmethod
-    def is_known_if_builtin(cls, model: str) -> str:
-        if model.startswith(BUILTIN) and find_builtin(model) is None:
+    def list_conflicts(self) -> Iterator[str]:
+        if self.model.startswith(BUILTIN) and self.builtin is None:
             known = [f"{BUILTIN}{family.name}" for family in FAMILIES.values() if family.segment is None]
-            raise ValueError(
-                f"is {model}{suggest_name(model, known)}, expected {' or '.join(known)}, or a published draft"
-            )
-        return model
+            nearest = suggest_name(self.model, known)
+            yield f"model is {self.model}{nearest}, expected {' or '.join(known)}, or a published draft"
 
     @property
     def builtin(self) -> DraftFamily | None:

@@ -18,7 +18,6 @@ LaunchedEngine = Literal["transformers", "sglang", "vllm", "llama.cpp"]  # sampl
 CellEngine = Literal["torch", "sglang", "vllm", "llama.cpp"]  # `engine` of a cell, and of a recipe's cells
 EngineKind = Literal["torch", "served"]  # of the cells that a form of `aerie serve` names
 DEFAULT_KIND: EngineKind = "torch"
-DEFAULT_SERVED: ServedEngine = "sglang"
 ENVIRONMENTS_FOLDER = Path("serving-env")  # with an environment for each
 
 ExplainShape = Callable[[TreeShape], str | None]  # returns why an engine can't run a shape; None if it can

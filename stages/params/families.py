@@ -170,6 +170,7 @@ LOOKAHEAD = DraftFamily("lookahead", "lookahead", "lookahead", shapes="l", is_re
 FAMILIES = {f.name: f for f in (EAGLE3, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD)}
 TRAINABLE = {name: family.segment for name, family in FAMILIES.items() if family.segment}
 BLOCKS = {name: family for name, family in FAMILIES.items() if family.is_block}
+BLOCK_TITLES = join_words([family.title for family in BLOCKS.values()])
 ALGORITHMS = frozenset(family.algorithm for family in BLOCKS.values())
 
 
@@ -202,12 +203,6 @@ def find_builtin(model: str) -> DraftFamily | None:
     return family if family is not None and family.segment is None else None
 
 
-def list_titles(families: Iterable[DraftFamily] = BLOCKS.values()) -> str:
-    """Return the titles of families, block drafts' if none are given, as words of a sentence."""
-    *first, last = (family.title for family in families)
-    return f"{', '.join(first)} or {last}"
-
-
 @dataclass(frozen=True)
 class DraftKind:
     """A draft's family, and what of its sizes decides which shapes it drafts."""
@@ -234,15 +229,12 @@ class DraftKind:
         if shape.letter not in self.family.shapes:
             drafted = " and ".join(SHAPES[letter] for letter in self.family.shapes)
             return f"{self.family.title} drafts {drafted}"
-        if self.depth is not None and shape.num_steps > self.depth and not self._is_free(shape):
+        is_free = shape.letter == "t" and "s" in self.family.shapes  # EAGLE's dynamic trees need no measured accuracy
+        if self.depth is not None and shape.num_steps > self.depth and not is_free:
             return f"it is deeper than {self.family.depth_of.format(self.depth)}"
         if self.most_topk is not None and shape.topk > self.most_topk:
             return f"its topk is above the {self.most_topk} candidates of the draft's selector (selector_top_k)"
         return None
-
-    def _is_free(self, shape: TreeShape) -> bool:
-        """Return whether a shape may be deeper than `depth`: EAGLE's dynamic trees, which need no measured accuracy."""
-        return shape.letter == "t" and "s" in self.family.shapes
 
     def explain_unserved(self, engine: str, shape: TreeShape) -> str | None:
         """Return why an engine can't run a shape with this draft; None if it can."""
@@ -253,9 +245,17 @@ class DraftKind:
             return f"aerie starts no {engine} with {self.family.title}: {self._explain_own_engines()}"
         if shape.letter != "t":
             return f"{engine} drafts {SHAPES['t']}"
-        if whole := self.whole_block:
-            return _explain_unserved_block(shape, self.family, whole)
-        return facts.explain_unserved(shape)
+        whole = self.whole_block
+        if whole is None:
+            return facts.explain_unserved(shape)
+        if shape.topk > 1:
+            return f"engines verify chains only of {self.title} drafts, this tree has topk {shape.topk}"
+        if shape.num_steps != whole.num_steps:
+            return (
+                f"a block of this {self.title} draft has {whole.num_steps} drafts and this chain {shape.num_steps}: told another "
+                f"width, an engine runs another block than was trained and replayed; take {whole.name}"
+            )
+        return None
 
     def is_served(self, shape: TreeShape) -> bool:
         """Return whether a serving engine can run the shape."""
@@ -286,15 +286,3 @@ class DraftKind:
             return f"no serving engine runs {self.family.title} so"
         served = f"benchmark_served measures {self.family.served_by}'s, of n3_3_8 say (docs/serving.md)"
         return f"{join_words(own)} have {self.family.title} of their own; {served}"
-
-
-def _explain_unserved_block(shape: TreeShape, family: DraftFamily, whole: TreeShape) -> str | None:
-    """Return why no engine runs a tree with a block draft; None for the chain of the whole block."""
-    if shape.topk > 1:
-        return f"engines verify chains only of {family.title} drafts, this tree has topk {shape.topk}"
-    if shape.num_steps != whole.num_steps:
-        return (
-            f"a block of this {family.title} draft has {whole.num_steps} drafts and this chain {shape.num_steps}: told another "
-            f"width, an engine runs another block than was trained and replayed; take {whole.name}"
-        )
-    return None

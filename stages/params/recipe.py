@@ -1,9 +1,10 @@
 """The block `recipe` of a recipe: the publication that it reproduces, and the cells that can be compared."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stages.params.data_sections import DATASET_ID_PATTERN
 from stages.params.engines import CellEngine, ServedEngine
@@ -48,12 +49,10 @@ class RecipeFile(Section):
     url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # null: not known
 
-    @model_validator(mode="after")
-    def has_one_source(self) -> "RecipeFile":
+    def list_conflicts(self) -> Iterator[str]:
         given = {key for key in ("dataset", "package", "version", "file", "url") if getattr(self, key) is not None}
         if given not in ({"dataset", "file"}, {"package", "version", "file"}, {"url"}):
-            raise ValueError("expected dataset and file, package, version and file, or url; give one of the three")
-        return self
+            yield "expected dataset and file, package, version and file, or url; give one of the three"
 
 
 class Recipe(Section):
@@ -71,9 +70,7 @@ class Recipe(Section):
     # by engine, sections with further keys for a machine where it is installed
     where_installed: dict[ServedEngine, dict[str, dict[str, Any]]] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def has_targets(self) -> "Recipe":
+    def list_conflicts(self) -> Iterator[str]:
         for n, match in enumerate(self.beside):
             if "target" not in match.rows:
-                raise ValueError(f"beside.{n}.rows has no target, expected the name that {match.publication} uses")
-        return self
+                yield f"beside.{n}.rows has no target, expected the name that {match.publication} uses"

@@ -1,10 +1,11 @@
 """The section `schedule`: which stages Prefect runs at once, and where."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag
 
-from stages.params.section import TEXT_OR_NUMBER, Count, Name, NonNegative, Section, get_named
+from stages.params.section import TEXT_OR_NUMBER, Count, Name, NonNegative, Section, get_named, suggest_name
 
 CountOrAll = Annotated[
     Annotated[int, Field(ge=0), Tag("a number")] | Annotated[Literal["all"], Tag("a text")], TEXT_OR_NUMBER
@@ -55,11 +56,10 @@ class Schedule(Section):
         default_factory=lambda: dict(DEFAULT_NEEDS)
     )
 
-    @model_validator(mode="after")
-    def remote_stages_exist(self) -> "Schedule":
+    def list_conflicts(self) -> Iterator[str]:
         for name in self.remote_stages:
-            get_named(self.stages, name, "schedule.stages")
-        return self
+            if name not in self.stages:
+                yield f"remote_stages: no stage {name}{suggest_name(name, self.stages)}; there are {', '.join(self.stages)}"
 
     def get_needs(self, stage: str) -> StageResources:
         """Return the resources of a stage of dvc.yaml (cells included) or of a `.dvc` file. Raises ValueError for others."""

@@ -8,16 +8,17 @@ tree_shape.py, which computes.
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
-from stages.params.cell_trees import LeftOutTree, check_cell_trees, list_left_out_trees
+from stages.params.cell_trees import LeftOutTree, list_idle_checkpoints, list_left_out_trees
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.families import EAGLE, SEGMENT_TAG, TRAINABLE, DraftKind, list_titles
+from stages.params.families import BLOCK_TITLES, EAGLE, SEGMENT_TAG, TRAINABLE, DraftKind
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import (
@@ -64,27 +65,23 @@ class Params(Section):
     report: Report = Field(default_factory=lambda: Report())
     schedule: Schedule = Field(default_factory=lambda: Schedule())
 
-    @model_validator(mode="after")
-    def sections_agree(self) -> "Params":
-        """Raise ValueError with what each check of several sections refuses."""
-        problems = []
-        for check in (
-            self._check_training, self._check_checkpoints, self._check_workloads, self._check_serving_costs,
-            self._check_cell_trees,
-        ):  # fmt: skip
-            try:
-                check()
-            except ValueError as error:
-                problems.append(str(error))
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+    def list_conflicts(self) -> Iterator[str]:
+        """Yield what several sections contradict each other in."""
+        yield from self._list_training_conflicts()
+        yield from self._list_checkpoint_conflicts()
+        yield from self._list_workload_conflicts()
+        yield from self._list_draft_conflicts()
+        self._check_serving_costs()
+        for name in self.time_trees.checkpoints:
+            if name in self.drafts and (depth := self.drafts[name].depth):
+                self.time_trees.list_block_trees(name, depth)
 
-    def _check_checkpoints(self) -> None:
-        """Raise ValueError for a name that is made twice, or listed without being made or by a list that has no use for it."""
+    def _list_checkpoint_conflicts(self) -> Iterator[str]:
+        """Yield names that are made twice, or listed without being made or by a list that has no use for them."""
         trained, imported = self.train_draft.checkpoints, self.import_draft.checkpoints
-        if taken := [name for name in imported if name in trained or name == ROOT_CHECKPOINT]:
-            raise ValueError(f"import_draft.checkpoints.{taken[0]} is made by another stage; choose another name")
+        for name in imported:
+            if name in trained or name == ROOT_CHECKPOINT:
+                yield f"import_draft.checkpoints.{name} is made by another stage; choose another name"
         made, named = [*trained, *imported], self._list_named_checkpoints()
         timeable = [*self.init_draft.checkpoints, *made]  # e000 costs what a trained one does
         listed = [
@@ -98,7 +95,7 @@ class Params(Section):
         ]
         for key, name, known in listed + starts:
             if name not in known:
-                raise ValueError(
+                yield (
                     f"{key}: no checkpoint {name!r}{suggest_name(name, known)}, expected one of {', '.join(known)}; correct it, "
                     "or train or import it"
                 )
@@ -107,7 +104,7 @@ class Params(Section):
             is_served = key == "benchmark_served.checkpoints" and family.served_by in self.benchmark_served.engines
             if key != "benchmark.checkpoints" and not (family.is_replayed or is_served):
                 served = f", or in benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
-                raise ValueError(
+                yield (
                     f"{key}: {name!r} is of {family.name}, expected checkpoints of EAGLE-3 or block drafts; name it in "
                     f"benchmark.checkpoints{served}"
                 )
@@ -123,49 +120,45 @@ class Params(Section):
             "serving_costs.checkpoint": [costs.checkpoint] if costs.workloads else [],
         }
 
-    def _check_training(self) -> None:
-        """Raise ValueError where a draft is trained without the initial one, from no rows, or to a tau that can't be reached."""
+    def _list_training_conflicts(self) -> Iterator[str]:
+        """Yield where a draft is trained without the initial one, from no rows, or to a tau that can't be reached."""
         initial, trained = self.init_draft.checkpoints, self.train_draft.checkpoints
         if trained and not initial:
-            raise ValueError(
+            yield (
                 f"init_draft.checkpoints is [] and train_draft.checkpoints has {', '.join(trained)}, which start from e000; "
                 "expected [e000]"
             )
         if initial and self.sample_target.train_rows == 0:
-            raise ValueError(
-                "sample_target.train_rows is 0 and init_draft.checkpoints [e000], expected training rows, or []"
-            )
+            yield "sample_target.train_rows is 0 and init_draft.checkpoints [e000], expected training rows, or []"
         if (self.check_overfit.min_tau or 1) > self.train_draft.ttt_steps + 1:
-            raise ValueError(
+            yield (
                 f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached, expected at most train_draft.ttt_steps + 1"
             )
 
-    def _check_workloads(self) -> None:
-        """Raise ValueError for workloads that no engine or prompt set fits."""
-        for name in self.benchmark_served.workloads:
-            get_named(self.benchmark.workloads, name, "benchmark.workloads")
+    def _list_workload_conflicts(self) -> Iterator[str]:
+        """Yield workloads that no engine or prompt set fits."""
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
-            raise ValueError(
+            yield (
                 f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
                 "expected 1, or cuda"
             )
         if not self.benchmark.torch_workloads and not self.benchmark_served.workloads:
-            raise ValueError(
-                "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload"
-            )
+            yield "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload"
         for name, workload in self.benchmark.workloads.items():
             known = [*sorted(OWN_PROMPTS), *self.prepare_prompts.sets]
             if workload.prompts not in known:
-                raise ValueError(
+                yield (
                     f"benchmark.workloads.{name}.prompts is {workload.prompts!r}{suggest_name(workload.prompts, known)}, "
                     f"expected one of {', '.join(known)}; correct it, or add the set to prepare_prompts.sets"
                 )
             prompt_set = self.prepare_prompts.sets.get(workload.prompts)
             if workload.grade and not (prompt_set and prompt_set.can_be_graded):
-                raise ValueError(
+                yield (
                     f"benchmark.workloads.{name}.grade is true with prompts: {workload.prompts}, expected a set with reference "
                     "answers (gsm8k, humaneval, math500), or false"
                 )
+        for name in self.benchmark_served.workloads:
+            get_named(self.benchmark.workloads, name, "benchmark.workloads")
 
     def _check_serving_costs(self) -> None:
         """Raise ValueError for a workload whose cycles can't be timed with simulated acceptance, or for too few of them."""
@@ -193,21 +186,16 @@ class Params(Section):
                 if prompts is not None and prompts < cap:
                     raise ValueError(f"{key} sends {prompts} prompts at concurrency {cap}, expected {cap} or more")
 
-    def _check_cell_trees(self) -> None:
-        """Raise ValueError for a checkpoint that no tree is left of, for too few shallow trees to time, and for sampled drafts of
-        a family that has none.
-        """
+    def _list_draft_conflicts(self) -> Iterator[str]:
+        """Yield checkpoints that no tree is left of, and sampled drafts of a family that has none."""
         drafts, torch = self.drafts, self.benchmark
-        check_cell_trees(torch, self.benchmark_served, drafts)
+        yield from list_idle_checkpoints(torch, self.benchmark_served, drafts)
         for name in torch.checkpoints if torch.samples_drafts else []:
             if name in drafts and not drafts[name].family.samples_drafts:
-                raise ValueError(
+                yield (
                     f"benchmark.checkpoints: {name} is of {drafts[name].title} and benchmark.draft_sampling is sampled, "
-                    f"expected block drafts ({list_titles()}); take it out, or set draft_sampling to greedy"
+                    f"expected block drafts ({BLOCK_TITLES}); take it out, or set draft_sampling to greedy"
                 )
-        for name in self.time_trees.checkpoints:
-            if name in drafts and (depth := drafts[name].depth):
-                self.time_trees.list_block_trees(name, depth)
 
     @property
     def drafts(self) -> dict[str, DraftKind]:
@@ -238,25 +226,15 @@ class Params(Section):
         """Return whether two checkpoints' drafts have the same shapes, as e000 and all EAGLE-3 drafts trained from it do, and as
         the segments of one chain of a block draft.
         """
-        return self._find_first_of_shapes(checkpoint) == self._find_first_of_shapes(other)
-
-    def _find_first_of_shapes(self, name: str) -> str:
-        """Return the checkpoint that fixed the shapes of a checkpoint: e000, an imported one, or another method's first."""
         trained = self.train_draft.checkpoints
-        if name not in trained:
+
+        def find_first(name: str) -> str:
+            """Return the checkpoint that fixed a checkpoint's shapes: e000, an imported one, or another method's first."""
+            while name in trained and (trained[name].from_ in trained or trained[name].family.has_root):
+                name = trained[name].from_
             return name
-        while (parent := trained[name].from_) != ROOT_CHECKPOINT:
-            name = parent
-        return ROOT_CHECKPOINT if trained[name].family.has_root else name
 
-
-def check_initial(params: Params, name: str) -> None:
-    """Raise ValueError where init_draft.checkpoints has no checkpoint `name`."""
-    if name not in params.init_draft.checkpoints:
-        raise ValueError(
-            f"{PARAMS_FILE}: init_draft.checkpoints is {params.init_draft.checkpoints}, expected it to have {name!r}; "
-            f"write [{ROOT_CHECKPOINT}], and train with it, or leave this stage out"
-        )
+        return find_first(checkpoint) == find_first(other)
 
 
 def load_params(path: Path = PARAMS_FILE, edited: bool = False) -> Params:
@@ -306,7 +284,7 @@ def _validate_model(model: type[SectionT], found: Any, path: Path, prefix: str =
 
 
 # Parts of pydantic's locations that are not keys of the file.
-UNION_TAGS = {"[key]", "a number", "a list", "a text", "one map", "a map for each file"}
+UNION_TAGS = {"[key]", "a number", "a list", "a text"}
 UNION_TAGS |= {SEGMENT_TAG.format(name) for name in TRAINABLE}
 PATTERNS_IN_WORDS = {
     r"^[^/]+$": "the file's name without its folder",
@@ -322,7 +300,7 @@ def _explain_error(error: Any) -> str:
     key, kind, found = ".".join(key_path), error["type"], f"found {error['input']!r:.200}"
     message, pattern = error["msg"].removeprefix("Value error, "), (error.get("ctx") or {}).get("pattern", "")
     if kind == "value_error":  # raised by our validators: already complete
-        return f"{key}: {message}" if key else message
+        return "\n".join(f"{key}: {line}" if key else line for line in message.split("\n"))
     if kind == "union_tag_invalid":
         method = str(error["input"].get("method"))
         return (

@@ -2,9 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -35,9 +35,8 @@ Text = Annotated[str, Field(min_length=1)]
 # What pip gets of a recipe. ASCII; it takes `name @ URL` for the URL, and `name==1.0.zip` for a file of that name.
 PACKAGE_NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 PACKAGE_VERSION = r"^[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?$"
-Source = Annotated[
-    str, Field(pattern=r"^[^-]")
-]  # an id or a path that becomes a word of a command line, where - begins a flag
+# An id or a path that becomes a word of a command line, where - begins a flag.
+Source = Annotated[str, Field(pattern=r"^[^-]")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 Grid = Annotated[list[Count], Field(min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -83,6 +82,21 @@ class Section(BaseModel):
             raise ValueError(f"unknown key {named}; known keys are {', '.join(known)}. Correct it, or leave it out")
         return given
 
+    def list_conflicts(self) -> Iterator[str]:
+        """Yield what is wrong with keys that are valid each by itself. A function that others call too may raise ValueError."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _has_no_conflicts(self) -> Self:
+        problems: list[str] = []
+        try:
+            problems.extend(self.list_conflicts())  # which keeps those before an error
+        except ValueError as error:
+            problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -101,5 +115,7 @@ CountOrGrid = Annotated[Annotated[Count, Tag("a number")] | Annotated[Grid, Tag(
 def get_named(items: Mapping[str, T], name: str, key: str) -> T:
     """Return items[name]. Raises ValueError with the names that `key` of params.yaml has."""
     if name not in items:
-        raise ValueError(f"{PARAMS_FILE}: {key} has no {name!r}{suggest_name(name, items)}; it has {', '.join(items)}")
+        raise ValueError(
+            f"{PARAMS_FILE}: {key} has no {name!r}{suggest_name(name, items)}; it has {', '.join(items) or 'none'}"
+        )
     return items[name]

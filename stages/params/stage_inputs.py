@@ -22,10 +22,13 @@ from pydantic import BaseModel
 
 from stages.params.benchmark_sections import BenchmarkServer
 from stages.params.checks import TEMPLATES_FOLDER
+from stages.params.data_sections import SamplingServer
+from stages.params.draft_sections import TrainDraft
 from stages.params.engines import ENGINES, TORCH
 from stages.params.families import FAMILIES, DraftFamily
-from stages.params.schema import Params, check_initial, load_params
+from stages.params.schema import Params, load_params
 from stages.params.section import PARAMS_FILE, RUN_PARAMS, get_named
+from stages.params.tree_sections import ReplayTrees
 from stages.runtime.digests import KeptDigests, digest_path
 from stages.runtime.stage_code import CODE, digest_stage
 
@@ -48,11 +51,16 @@ class Declared:
     items: tuple[str, ...] = ()  # what an instance is of, as in its name after the @
 
 
+def _list_keys(section: str, model: type[BaseModel], but: str) -> tuple[str, ...]:
+    """Return the keys of a section, but those that are named in words."""
+    return tuple(f"{section}.{key}" for key in model.model_fields if key not in but.split())
+
+
 SERVER = "benchmark_served.servers.{engine}"
 MAKERS = "import_draft.checkpoints"  # which stage makes a draft, for messages
 SERVER_CONNECTION = (MAKERS, f"{SERVER}.api_key_env", f"{SERVER}.start_timeout_s")
 # Keys of a server's connection and of its draft.
-NOT_OF_BASELINES = ("api_key_env", "start_timeout_s", "algorithm", "vision_patch")
+NOT_OF_BASELINES = "api_key_env start_timeout_s algorithm vision_patch"
 CELL_WORKLOAD = ("benchmark.workloads.{workload}", "sample_target.thinking")
 TORCH_KEYS = ("target", "benchmark.tree_scoring", "benchmark.num_threads")
 DECLARED = {
@@ -62,9 +70,7 @@ DECLARED = {
         ("target", "sample_target", "fix_data.eval_file"),  # whose files are asked evenly
         free=(
             "init_draft",  # what the first answers leave out of a draft's vocabulary is told
-            *(f"sample_target.server.{key}" for key in (
-                "base_urls", "concurrency", "timeout_s", "attempts", "api_key_env", "start_timeout_s",
-            )),
+            *_list_keys("sample_target.server", SamplingServer, but="launch launch_args model"),
         ),
     ),
     "extract_hiddens": Declared(("target", "extract_hiddens"), free=("extract_hiddens.processes", "train_draft.checkpoints")),
@@ -87,11 +93,7 @@ DECLARED = {
             "target",
             "extract_hiddens.compile",  # of the target's blocks, where hidden states are made online
             "train_draft.checkpoints.{checkpoint}",
-            *(f"train_draft.{key}" for key in (
-                "ttt_steps", "ttt_decay", "reach_floor", "mask", "loss", "dtype", "optimizer", "muon_learning_rate",
-                "muon_weight_decay", "learning_rate", "weight_decay", "train_head", "warmup_steps", "schedule", "grad_clip",
-                "keep", "batch_tokens", "packs_per_step", "seed",
-            )),
+            *_list_keys("train_draft", TrainDraft, but="checkpoints horizon_epochs"),
         ),
         free=tuple(f"train_draft.{key}" for key in ("processes", "parallel", "report_to", "run_name")),
         items=("checkpoint",),
@@ -104,9 +106,7 @@ DECLARED = {
         (
             "target",
             "sample_target.temperature", "sample_target.top_p",  # what the second eval set should be drawn at
-            *(f"replay_trees.{key}" for key in (
-                "tree_scoring", "num_steps", "topk", "num_draft_tokens", "trace_trees", "memory_gib",
-            )),
+            *_list_keys("replay_trees", ReplayTrees, but="checkpoints"),
         ),
         free=(MAKERS,), items=("checkpoint",),
     ),
@@ -145,9 +145,9 @@ DECLARED = {
     "benchmark_served_baseline": Declared(
         (
             "target", *CELL_WORKLOAD, "benchmark.run_generated_code",
-            *(f"{SERVER}.{key}" for key in BenchmarkServer.model_fields if key not in NOT_OF_BASELINES),
+            *_list_keys(SERVER, BenchmarkServer, but=NOT_OF_BASELINES),
         ),
-        free=("benchmark_served.interleave", *(f"{SERVER}.{key}" for key in NOT_OF_BASELINES)),
+        free=("benchmark_served.interleave", *(f"{SERVER}.{key}" for key in NOT_OF_BASELINES.split())),
         items=("engine", "workload"),
     ),
     "serving_costs": Declared(
@@ -176,7 +176,7 @@ FAMILY_PARTS = {
     "serving_costs": ("files",),
 }
 # What a stage shows of its work, by code of other stages.
-WATCHING_CODE = {"train_draft": "stages/families/held_out.py"}
+WATCHING_CODE = {"train_draft": {"stages/families/held_out.py"}}
 
 
 @dataclass(frozen=True)
@@ -235,15 +235,10 @@ def read_params(stage: str, *values: str) -> Params:
     params, instance = load_params(), Instance(stage, dict(zip(DECLARED[stage].items, values, strict=True)))
     if workload := instance.items.get("workload"):
         get_named(params.benchmark.workloads, workload, "benchmark.workloads")
-    if stage in ("init_draft", "check_overfit"):
-        check_initial(params, values[0])
-    if stage in ("train_draft", "import_draft"):
-        get_named(getattr(params, stage).checkpoints, values[0], f"{stage}.checkpoints")
-    return restrict_params(params, instance)
-
-
-def restrict_params(params: Params, instance: Instance) -> Params:
-    declared = DECLARED[instance.stage]
+    maker = "init_draft" if stage == "check_overfit" else stage
+    if maker in ("init_draft", "train_draft", "import_draft"):
+        get_named(dict.fromkeys(getattr(params, maker).checkpoints), values[0], f"{maker}.checkpoints")
+    declared = DECLARED[stage]
     keys = _fill_keys(params, instance, (*declared.keys, *declared.free))
     found: Params = _restrict(params, keys)
     return found
@@ -349,13 +344,9 @@ def list_family_modules(stage: str, families: Collection[DraftFamily]) -> set[st
 
 def _list_left_out(params: Params, instance: Instance) -> set[str]:
     """Return the modules that the instance imports and that change nothing of what it makes."""
-    engines = _list_engines(params, instance)
-    own, others = (
-        {file for name, engine in ENGINES.items() if (name in engines) == is_own for file in engine.modules}
-        for is_own in (True, False)
-    )
-    watching = {WATCHING_CODE[instance.stage]} if instance.stage in WATCHING_CODE else set()
-    return watching | others - own
+    own = {file for name in _list_engines(params, instance) for file in ENGINES[name].modules}
+    others = {file for engine in ENGINES.values() for file in engine.modules} - own
+    return others | WATCHING_CODE.get(instance.stage, set())
 
 
 def _list_engines(params: Params, instance: Instance) -> Collection[str]:

@@ -13,7 +13,6 @@ GGUF_SUFFIX = ".gguf"
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # by dtype; others are quantised from these
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt")  # pickles beside the weights
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -28,7 +27,7 @@ READ_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors
 MAX_SHOWN = 4
 CONVERSION = (
     'python -c "import glob, torch; from safetensors.torch import save_file; t = {k: v.contiguous().clone() for f in '
-    "sorted(glob.glob('PICKLES')) for k, v in torch.load(f, weights_only=True).items()}; save_file(t, "
+    "sorted(glob.glob('pytorch_model*.bin')) for k, v in torch.load(f, weights_only=True).items()}; save_file(t, "
     f"'{WEIGHTS_FILE}', {{'format': 'pt'}})\""
 )
 
@@ -66,7 +65,12 @@ def list_weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.exists():
         if not (folder / WEIGHTS_FILE).exists():
-            raise ValueError(_describe_missing_weights(folder))
+            found = sorted(file.name for file in folder.iterdir() if file.suffix in (".safetensors", *PICKLE_SUFFIXES))
+            raise ValueError(
+                f"{folder / WEIGHTS_FILE} not found, expected weights as safetensors, of several files with their {INDEX_FILE}; "
+                f"found {list_first(found, MAX_SHOWN)}. Copy or download them; or convert pickles, which run code when they are "
+                f"read, where you trust them, in {folder}: {CONVERSION}"
+            )
         return [folder / WEIGHTS_FILE]
     files = guarded_files.list_indexed_files(index, "get the target's weights again")
     if missing := [file.name for file in files if not file.exists()]:
@@ -104,18 +108,3 @@ def _may_have_template(folder: Path) -> bool:
         return any(guarded_files.read_json(config, "").get("chat_template") for config in configs if config.is_file())
     except ValueError:
         return True
-
-
-def _describe_missing_weights(folder: Path) -> str:
-    """Return the message on a folder with neither WEIGHTS_FILE nor INDEX_FILE."""
-    problem = f"{folder / WEIGHTS_FILE} not found; the target's weights must be safetensors"
-    if shards := sorted(file.name for file in folder.glob("model-*-of-*.safetensors")):
-        return f"{problem}, found {shards[0]} without {INDEX_FILE}, which names all of them; copy or download it too"
-    pickles = sorted(f.name for f in folder.iterdir() if f.suffix in PICKLE_SUFFIXES and f.name not in NO_WEIGHTS)
-    if not pickles:
-        return f"{problem}, found none (pickles of a hub are not downloaded); copy or download the weights"
-    pattern = "pytorch_model*.bin" if pickles[0].startswith("pytorch_model") else pickles[0]
-    return (
-        f"{problem}, found {', '.join(pickles[:MAX_SHOWN])}, pickles, which run code when they are read; convert them where you "
-        f"trust them, in {folder}: {CONVERSION.replace('PICKLES', pattern)}"
-    )

@@ -1,8 +1,9 @@
 """The sections of the target: target, prepare_target, extract_hiddens."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stages.params.section import Count, Dtype, FeatureLayers, Positive, Section, Seed, Source, Text
 
@@ -55,8 +56,6 @@ class ExtractHiddens(Section):
     # a folder of hidden states made elsewhere, which is checked and stored; null: compute them
     import_: Annotated[Text | None, Field(alias="import")] = None
 
-    @model_validator(mode="after")
-    def has_one_source(self) -> "ExtractHiddens":
+    def list_conflicts(self) -> Iterator[str]:
         if self.online and self.import_ is not None:
-            raise ValueError(f"online is true and import is {self.import_}, expected one of the two")
-        return self
+            yield f"online is true and import is {self.import_}, expected one of the two"

@@ -1,5 +1,6 @@
 """The sections that list trees: replay_trees, time_trees."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
@@ -61,14 +62,12 @@ class ReplayTrees(TreeGrid):
     # memory of rows and nodes processed at once, besides the draft; tens of GiB are faster on a GPU
     memory_gib: Positive = 4.0
 
-    @model_validator(mode="after")
-    def some_tree_exists(self) -> "ReplayTrees":
+    def list_conflicts(self) -> Iterator[str]:
         if not self.list_trees():
-            raise ValueError(
+            yield (
                 f"no tree of num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens {self.num_draft_tokens} can be "
                 "built; write smaller num_draft_tokens"
             )
-        return self
 
     def list_traced_trees(self, grid: list[TreeShape]) -> list[TreeShape]:
         """Return the trees of `trace_trees`, which may be outside the grid, or those that null stands for."""

@@ -100,7 +100,10 @@ def cut_remarks(text: str) -> str:
     """
     tree = ast.parse(text)
     lines = STRING_OR_COMMENT.sub(lambda found: found["string"] or "", text).split("\n")  # as the parser counts them
-    quoted = {row for first, last in _list_long_strings(tree) for row in range(first, last)}
+    quoted = set[int]()  # rows that end in a string
+    for found in STRING_OR_COMMENT.finditer(text):
+        first = text.count("\n", 0, found.start()) + 1
+        quoted |= set(range(first, first + (found["string"] or "").count("\n")))
     cut = {row for node in _list_docstrings(tree, lines) for row in range(node.lineno, (node.end_lineno or 0) + 1)}
     kept = []
     for row, line in enumerate(lines, 1):
@@ -110,19 +113,6 @@ def cut_remarks(text: str) -> str:
         if line or row in quoted:
             kept.append(line)
     return "\n".join(kept)
-
-
-def _list_long_strings(node: ast.AST) -> Iterator[tuple[int, int]]:
-    """Yield the first and last row of every string of several rows; not of those within an f-string, which lie in its rows."""
-    is_text = isinstance(node, ast.JoinedStr) or (
-        isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
-    )
-    if is_text:
-        assert isinstance(node, ast.expr)
-        yield node.lineno, node.end_lineno or node.lineno
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _list_long_strings(child)
 
 
 def _list_docstrings(tree: ast.Module, lines: list[str]) -> Iterator[ast.Expr]:

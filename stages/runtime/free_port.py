@@ -7,47 +7,31 @@ processes that start servers at once choose at random among some 20,000 ports.
 
 import random
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 HOST = "127.0.0.1"
 FIRST_PORT = 10_000  # services that people install mostly lie below
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux
 DEFAULT_FIRST_EPHEMERAL = 32_768  # of Linux; that of macOS and Windows, 49,152, lies above it
-MAX_TRIES = 1_000
 
 _given: set[int] = set()  # by this process, which binds none of them itself
 
 
 def find_free_port() -> int:
-    """Return a free port of the loopback address below the ephemeral range, never the same twice.
-
-    Where no port below the ephemeral range is found, the kernel chooses one inside it.
-    """
-    candidates = range(FIRST_PORT, read_first_ephemeral())
-    generator = random.SystemRandom()  # processes seeded alike must not find the same port
-    for _ in range(MAX_TRIES if candidates else 0):
-        port = generator.choice(candidates)
-        if port not in _given and _bind(port) is not None:
+    """Return a free port of the loopback address, below the ephemeral range where one is, and never the same twice."""
+    candidates = list(set(range(FIRST_PORT, read_first_ephemeral())) - _given)
+    random.SystemRandom().shuffle(candidates)  # processes seeded alike must not find the same port
+    for port in [*candidates, 0]:
+        with socket.socket() as tried, suppress(OSError):  # in use
+            tried.bind((HOST, port))
             _given.add(port)
-            return port
-    given = _bind(0)
-    assert given is not None, "the kernel gives a free port"
-    return given
+            return int(tried.getsockname()[1])
+    raise AssertionError("the kernel gives a free port")
 
 
 def read_first_ephemeral() -> int:
     """Return the first port that the kernel gives to outgoing connections."""
-    try:
+    with suppress(OSError, ValueError, IndexError):
         return int(EPHEMERAL_RANGE.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return DEFAULT_FIRST_EPHEMERAL
-
-
-def _bind(port: int) -> int | None:
-    """Return the port that a bind to `port` holds for a moment; None if it is in use."""
-    with socket.socket() as tried:
-        try:
-            tried.bind((HOST, port))
-        except OSError:
-            return None
-        return tried.getsockname()[1]
+    return DEFAULT_FIRST_EPHEMERAL

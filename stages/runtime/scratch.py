@@ -2,7 +2,8 @@
 
 DVC deletes a stage's outputs before it reruns it, so a killed run resumes from here. The digest covers the parameters,
 the inputs and the code, so stale work is never taken up. One process at a time works at a stage (`lock_stage`): one whose DVC
-was killed may still be at work when the next run begins.
+was killed may still be at work when the next run begins. Notes in .scratch/unfinished say how far a stage has come, for the line
+that Ctrl-C ends with alone.
 """
 
 import errno
@@ -17,20 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from stages.runtime import atomic
-from stages.runtime.digests import KeptDigests
+from stages.runtime.digests import KeptDigests, digest_path
 from stages.runtime.stage_code import digest_stage
 
 SCRATCH_FOLDER = Path(".scratch")
+NOTES_FOLDER = SCRATCH_FOLDER / "unfinished"  # of STAGE, a text such as "after epoch 4"
 HELD = "AERIE_HELD_STAGE"  # environment variable of a process that holds the lock of its stage, and of those it starts
 CODE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `stages`
+
+_stage: str | None = None  # of the note
 
 
 def locate_scratch(stage: str, *depends_on: Any, modules: Collection[str] = ()) -> Path:
     """Return the folder of one piece of work of `stage`, as train_draft-e003.
 
     Its name is a digest of `depends_on`, which is anything that JSON can write, and of the stage's code, with the `modules` that
-    it imports by name: an edit of code that
-    the stage does not import, or of a comment, leaves its unfinished work in place.
+    it imports by name: an edit of code that the stage does not import, or of a comment, leaves its unfinished work in place.
     """
     code = digest_stage(stage.partition("-")[0], KeptDigests.read(), modules, root=CODE_ROOT)
     return SCRATCH_FOLDER / f"{stage}-{digest_values(depends_on, code)[:16]}"
@@ -53,41 +56,26 @@ def lock_stage(stage: str) -> Iterator[None]:
     if HELD in os.environ or os.environ.get("RANK", "0") != "0":
         yield
         return
-    path = SCRATCH_FOLDER / f"{stage.replace('/', '_')}.lock"
-    path.parent.mkdir(exist_ok=True)
-    descriptor = _open_locked(path, stage)
-    try:
-        os.environ[HELD] = stage
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        yield
-    finally:
-        os.environ.pop(HELD, None)
-        path.unlink(missing_ok=True)  # while it is still locked: see _open_locked
-        os.close(descriptor)
-
-
-def _open_locked(path: Path, stage: str) -> int:
-    """Return the open file, locked. Raises ValueError where another process has it."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    SCRATCH_FOLDER.mkdir(exist_ok=True)
+    with (SCRATCH_FOLDER / f"{stage.replace('/', '_')}.lock").open("a+") as file:
+        file.seek(0)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system that has no locks
-                return descriptor
-            holder = os.read(descriptor, 32).decode().strip()
-            os.close(descriptor)
-            if not isinstance(error, BlockingIOError):
-                raise
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise ValueError(
-                f"{stage} is at work already, in process {holder or 'unknown'}, perhaps for a run that was killed; wait for its "
-                "end, or end that process, then run again"
+                f"{stage} is at work already, in process {file.read(32).strip()}, perhaps for a run that was killed; "
+                "wait for its end, or end that process, then run again"
             ) from None
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        os.close(descriptor)  # its holder has removed it since we opened it
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # a file system that has no locks
+                raise
+        file.truncate(0)
+        print(os.getpid(), file=file, flush=True)
+        os.environ[HELD] = stage
+        try:
+            yield
+        finally:
+            os.environ.pop(HELD, None)
 
 
 @contextmanager
@@ -111,7 +99,7 @@ def remove_scratch(folder: Path) -> None:
     name = f"{stage}-{'[0-9a-f]' * len(digest)}"
     for pattern in (name, f".{name}*"):  # with a dot: what a writer killed midway left (runtime/atomic.py)
         for old in SCRATCH_FOLDER.glob(pattern):
-            if old.is_dir():  # a lock is removed by who holds it
+            if old.is_dir():
                 shutil.rmtree(_put_aside(old), ignore_errors=True)
 
 
@@ -129,8 +117,45 @@ def _put_aside(folder: Path) -> Path:
 
 
 def digest_folder(folder: Path) -> str:
-    """Return the sha256 over the names and bytes of a folder's files."""
-    total = hashlib.sha256()
-    for path in sorted(f for f in folder.rglob("*") if f.is_file()):
-        total.update(str(path.relative_to(folder)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()
+    """Return a digest of the names and bytes of a folder's files."""
+    return digest_path(folder, KeptDigests.read())
+
+
+# Notes
+
+
+def begin_note(stage: str) -> None:
+    """Begin the note of this stage of dvc.yaml. Without it, as in tests of a stage's `main`, none are written."""
+    global _stage
+    _stage = stage if os.environ.get("RANK", "0") == "0" else None
+    note_progress("")
+
+
+def end_note() -> None:
+    """Remove the stage's note, since its result is whole."""
+    if _stage is not None:
+        with suppress(OSError):
+            _locate_note(_stage).unlink()
+
+
+def note_progress(where: str) -> None:
+    """Write where the next run goes on, as "after epoch 4"; "" if at the beginning. A note that cannot be written is left out."""
+    if _stage is None:
+        return
+    with suppress(OSError):
+        NOTES_FOLDER.mkdir(parents=True, exist_ok=True)
+        _locate_note(_stage).write_text(where, encoding="utf-8")
+
+
+def list_notes(since: float) -> dict[str, str]:
+    """Return the notes written after `since`, a `time.time()`, by their unfinished stages; the oldest first."""
+    found = []
+    for path in NOTES_FOLDER.glob("*"):
+        with suppress(OSError):
+            if (written := path.stat().st_mtime) >= since:
+                found.append((written, path.name, path.read_text(encoding="utf-8")))
+    return {stage: where for _, stage, where in sorted(found)}
+
+
+def _locate_note(stage: str) -> Path:
+    return NOTES_FOLDER / stage.replace("/", "_")

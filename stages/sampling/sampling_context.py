@@ -12,12 +12,12 @@ from stages.data import conversations
 from stages.engines.server import ServerGroup
 from stages.params import schema
 from stages.params.draft_sections import LEAST_COVERAGE
+from stages.runtime import scratch
 from stages.sampling.answer_token_ids import SampledAnswer
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
 from stages.target import chat_template, manifest
 from stages.target.prompt_encoder import PromptEncoder
-from stages.telemetry import unfinished
 
 FIRST_ANSWERS = 64  # of training, after which a run says what only its end would show
 
@@ -139,6 +139,4 @@ class SamplingContext:
         if split.name == "train":
             counts[f"temperature/{'the data' if temperature is None else format(temperature, 'g')}"] = 1
         split.shards.set_row(request.position, row, counts)
-        unfinished.note_progress(
-            f"after {split.shards.num_set} of {split.selection.num_requests} answers of {split.name}"
-        )
+        scratch.note_progress(f"after {split.shards.num_set} of {split.selection.num_requests} answers of {split.name}")

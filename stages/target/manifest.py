@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.params import target_files
 from stages.runtime import atomic
-from stages.telemetry import waits
+from stages.telemetry import stage_log
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +109,7 @@ def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER)
     return Path(snapshot_download(manifest.model, revision=manifest.revision, allow_patterns=patterns))
 
 
-@waits.count_wait("load")
+@stage_log.count_wait("load")
 def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> "tuple[Tensor, Tensor]":
     """Return the target's embedding [V, H] and output head [V, H] as float32, without loading the model.
 

@@ -15,7 +15,7 @@ class EnergyMeter:
 
     def __init__(self, indices: list[int] | None) -> None:
         """`indices` are indices into CUDA_VISIBLE_DEVICES; None: all of them."""
-        cards = list_visible_cards() if pynvml and indices != [] else []
+        cards = list_visible_cards() if indices != [] else []
         self._cards = cards if indices is None else [cards[index] for index in indices if index < len(cards)]
         self._before = self._read_millijoules()
 
@@ -37,6 +37,8 @@ class EnergyMeter:
 def list_visible_cards() -> list[Any]:
     """Return NVML's handles of the visible GPUs in CUDA's order, which is NVML's if all GPUs are of one kind."""
     found: list[Any] = []
+    if pynvml is None:
+        return found
     try:
         pynvml.nvmlInit()
         named = list_named_gpus()

@@ -15,7 +15,7 @@ from threading import Event
 from stages.params import stage_inputs
 from stages.params.schema import load_params
 from stages.runtime import scratch
-from stages.telemetry import fork_server, stage_log, unfinished
+from stages.telemetry import fork_server, stage_log
 from stages.telemetry.interruption import INTERRUPTED, escape_controls, filter_terminal, watch_ctrl_c
 from stages.telemetry.machine_errors import explain_machine_error
 
@@ -75,10 +75,10 @@ def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
                     fork_server.start_for_dvc(stage, int(dvc.split()[0]))
             if stage != "inputs":  # of `aerie stale` too, beside a run
                 watched.enter_context(scratch.lock_stage(stage))
-            unfinished.begin_stage(stage)
+            scratch.begin_note(stage)
             watched.enter_context(stage_log.log_run(stage, words, list_gpus()))
         main(*words)
-    unfinished.end_stage()
+    scratch.end_note()
 
 
 def _keep_compiled_code() -> None:
@@ -97,7 +97,7 @@ def _keep_compiled_code() -> None:
 
 def describe_stop(stage: str, since: float) -> str:
     """Return a line on where the stage, which began at `since`, goes on after Ctrl-C."""
-    return f"{stage} stopped; run again to go on {unfinished.list_notes(since).get(stage) or 'from its beginning'}"
+    return f"{stage} stopped; run again to go on {scratch.list_notes(since).get(stage) or 'from its beginning'}"
 
 
 def split_stage_name(words: list[str]) -> list[str]:

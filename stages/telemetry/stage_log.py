@@ -1,4 +1,8 @@
-"""The log of stage runs, logs/stages.jsonl: a line per run that ended well.
+"""The log of stage runs, logs/stages.jsonl: a line per run that ended well, with its waits.
+
+Waits are what is not a stage's work: imports, CUDA's start, loading weights, servers, the compiler. Times count from the start of
+the process, that of a fork where the fork server starts stages. Only this process is looked at: of a stage with ranks, or with
+servers, the one that writes the log.
 
 The log is neither a dependency nor an output of any stage, so seconds, joules and versions wake nothing. The report shows the
 last run of each stage.
@@ -10,17 +14,22 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
+import psutil
 from pydantic import TypeAdapter
 
 from stages.runtime import guarded_files
+from stages.telemetry.gpu_energy import EnergyMeter
 
 LOG_FILE = Path("logs/stages.jsonl")
 PACKAGES = ("torch", "transformers")
+
+_counted = {"load": 0.0, "server": 0.0}
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class StageRun:
     seconds: float
     gpus: list[str]  # names of the GPUs it used
     joules: float | None  # of all these GPUs, by their own counters; None where one does not count
-    waits: dict[str, float | None] = field(default_factory=dict)  # the fields of waits.StageWaits; {} in older lines
+    waits: dict[str, float | None] = field(default_factory=dict)  # the fields of StageWaits; {} in older lines
     process_s: float | None = None  # CPU time, of its own processes too; None in lines written before it was recorded
 
 
@@ -48,9 +57,6 @@ def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Ite
     if os.environ.get("RANK", "0") != "0" or any(word.startswith("--") for word in arguments):
         yield
         return
-    from stages.telemetry.gpu_energy import EnergyMeter  # these two not in every `aerie stale`, which reads the log
-    from stages.telemetry.waits import WaitMeter
-
     began, started, waits, meter = time.time_ns(), time.perf_counter(), WaitMeter(), EnergyMeter(gpus)
     process_started = _read_process_seconds()
     yield
@@ -81,11 +87,58 @@ def read_log() -> list[StageRun]:
             lines = LOG_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
     except guarded_files.BrokenArtifactError:
         return []
-    return [run for line in lines if (run := _parse_run(line)) is not None]
+    runs, adapter = list[StageRun](), TypeAdapter(StageRun)
+    for line in lines:
+        with suppress(ValueError):
+            runs.append(adapter.validate_json(line))
+    return runs
 
 
-def _parse_run(line: str) -> StageRun | None:
+# Waits
+
+
+@dataclass(frozen=True)
+class StageWaits:
+    """Seconds; None where there was nothing of the kind."""
+
+    import_s: float  # from the start of the process until the stage's `main`
+    first_kernel_s: float | None  # from there too, until CUDA is ready for its first kernel
+    load_s: float | None  # reading weights and moving them to the device
+    server_s: float | None  # from the start of servers until they answer
+    compile_s: float | None  # torch.compile's: all graphs, forward and backward
+
+
+class WaitMeter:
+    """Waits of this process, from before `main` to its end."""
+
+    def __init__(self) -> None:
+        self._first_kernel_s: float | None = None
+        self._import_s = _get_process_age()
+        torch = sys.modules.get("torch")
+        call_when_ready = getattr(getattr(torch, "cuda", None), "_lazy_call", None)
+        if call_when_ready is not None:  # torch calls it at the end of CUDA's start, or at once where that has been
+            call_when_ready(self._note_first_kernel)
+
+    def read(self) -> StageWaits:
+        """Return the waits so far."""
+        dynamo = sys.modules.get("torch._dynamo.utils")  # not loaded where nothing has been compiled
+        compile_s = dynamo.calculate_time_spent().get("total_wall_time", 0.0) if dynamo else 0.0
+        others = (round(seconds, 2) or None for seconds in (_counted["load"], _counted["server"], compile_s))
+        return StageWaits(round(self._import_s, 2), self._first_kernel_s, *others)
+
+    def _note_first_kernel(self) -> None:
+        self._first_kernel_s = round(_get_process_age(), 2)
+
+
+@contextmanager
+def count_wait(kind: Literal["load", "server"]) -> Iterator[None]:
+    """Count the seconds of the block, or of the function that this decorates, as a wait of this kind."""
+    started = time.perf_counter()
     try:
-        return TypeAdapter(StageRun).validate_json(line)
-    except ValueError:
-        return None
+        yield
+    finally:
+        _counted[kind] += time.perf_counter() - started
+
+
+def _get_process_age() -> float:
+    return max(0.0, time.time() - psutil.Process().create_time())

@@ -65,11 +65,11 @@ def test_an_eval_file_fits_files_of_the_raw_folder() -> None:
     for name in files:
         Path("data/raw", name).touch()  # test.jsonl is beside the raw file, where DVC would not see it change
     with pytest.raises(ValueError, match=r"eval_file names test\.jsonl, expected .* as seen from fix_data\.raw"):
-        checks.check_raw_exists(schema.load_params())
+        checks.check_raw(schema.load_params())
 
     def find_eval_files(given: Any, raw: str = "data/raw") -> list[str]:
         set_values({("fix_data", "eval_file"): given, ("fix_data", "raw"): raw})
-        checks.check_raw_exists(p := schema.load_params())
+        checks.check_raw(p := schema.load_params())
         return [file for file in files if p.fix_data.is_eval_source(file)]
 
     assert find_eval_files("weather_toon.jsonl", "data/raw/weather_toon.jsonl") == ["weather_toon.jsonl"]
@@ -85,7 +85,7 @@ def test_an_eval_file_fits_files_of_the_raw_folder() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             find_eval_files(given)
-    with pytest.raises(ValueError, match=r"fix_data\.eval_file: expected a path in raw"):
+    with pytest.raises(ValueError, match=r"fix_data\.eval_file\.1: expected text"):
         find_eval_files(["a", 3])
 
 
@@ -112,4 +112,4 @@ def test_a_name_of_columns_that_fits_no_file_is_refused_before_any_stage(columns
         Path("data/raw", name).touch()
     set_values({("fix_data", "raw"): "data/raw", ("fix_data", "columns"): columns})
     with pytest.raises(ValueError, match=rf"^params\.yaml: fix_data\.{message}"):
-        checks.check_column_files(schema.load_params())
+        checks.check_raw(schema.load_params())

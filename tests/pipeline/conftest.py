@@ -14,7 +14,7 @@ import dvc.cli
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import reproduce
+from pipeline import processes
 from tests.conftest import ROOT as REPO
 from tests.conftest import share_path
 
@@ -128,14 +128,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run stages.reproduce in this process: importing torch takes seconds."""
+    """Run modules of stages that know torch in this process: importing it takes seconds."""
 
-    def run(what: str, *words: str) -> str:
+    def run(module: str, *words: object) -> str:
         with redirect_stdout(io.StringIO()) as printed:
-            import_module(f"stages.reproduce.{what}").main(*words)
+            import_module(module).main(*map(str, words))
         return printed.getvalue()
 
-    monkeypatch.setattr(reproduce, "_run_reproduce_module", run)
+    monkeypatch.setattr(processes, "run_silent", run)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """`aerie doctor`: what is installed, found and missing, for params.yaml or for a recipe."""
 
-import importlib
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -8,25 +7,20 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import commands, doctor, dvc_graph, preflight, reproduce, target_checks
+from pipeline import commands, doctor, dvc_graph, preflight, reproduce
 from pipeline.doctor import Finding
 from pipeline.reproduce import RunEstimate
 from tests.conftest import ROOT, edit_params
 
 Usage = namedtuple("Usage", "total used free")
 ESTIMATE = RunEstimate(
-    lines=["target: builtin/weather-tiny, 1.09e6 parameters (recorded)"],
-    disk_bytes=3 * 2**30, download_bytes=0, gpu_hours=0, weight_bytes=0,
+    lines=["target: models/mine, 1.09e6 parameters (recorded)"],
+    disk_bytes=3 * 2**30, gpu_hours=0, weight_bytes=0,
 )  # fmt: skip
 
 
-def run_check_here(module: str, *paths: Path) -> None:
-    """Check a target in this process, which has imported transformers: 4 s less each; test_target_checks.py starts a user's."""
-    importlib.import_module(module).main(*map(str, paths))
-
-
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """params.yaml and recipes, the embedded raw data, no GPU; the estimate is 3 GiB, and 100 GiB are free."""
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
@@ -43,7 +37,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(reproduce, "estimate_params", lambda recipe, file: ESTIMATE)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage(0, 0, 100 * 2**30))
-    monkeypatch.setattr(target_checks, "_run_check", run_check_here)
     return tmp_path
 
 
@@ -59,8 +52,7 @@ def test_a_machine_that_can_run_has_no_problem_and_nothing_is_changed(home: Path
     assert found["GPUs"].found.startswith("none") and found["sglang"].found.startswith("not found")
     assert found["params.yaml"].found == "valid, target builtin/weather-tiny"
     assert found["dvc.yaml"].found == f"{len(dvc_graph.list_stages())} stages"
-    assert found["disk"].found == "100 GiB free here, a run writes about 3.00 GiB"
-    assert found["target"].found.startswith("builtin/weather-tiny, 1.09e6") and found["target"].ok is None
+    assert found["disk"].found == "100 GiB free here"  # of an embedded target, whose run is small
     assert found["DVC remote"].found.startswith("none")
     after = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and ".dvc" not in file.parts}
     assert after == before
@@ -85,3 +77,7 @@ def test_a_file_that_a_local_target_lacks_is_a_problem_before_a_run(home: Path) 
     for command in (commands.run_graph, commands.list_stale):
         with pytest.raises(ValueError, match="has no tokenizer"):
             list(command())
+    (home / "models/mine/tokenizer.json").touch()
+    found = check()
+    assert found["disk"].found == "100 GiB free here, a run writes about 3.00 GiB"
+    assert found["target"].found.startswith("models/mine, 1.09e6") and found["target"].ok is None

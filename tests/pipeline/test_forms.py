@@ -120,8 +120,7 @@ HARMLESS = {
     "target.lm_head_key",  # the name of a tensor
     "report.title",  # shown; the page escapes it
     "report.analysis",
-    "fix_data.columns.*",  # names of columns in the raw data
-    "prepare_prompts.sets.*.columns.*",
+    "prepare_prompts.sets.*.columns.*",  # names of columns in the raw data
     "fix_data.columns.*.*",  # the same, of a file: its name is compared with those in fix_data.raw
     "sample_target.thinking",
     "train_draft.train_head",

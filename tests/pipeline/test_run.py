@@ -16,7 +16,7 @@ from pipeline import processes, workspaces
 from pipeline.cli import run_command_line
 from pipeline.resources import try_lock
 from pipeline.run_display import locate_log
-from stages.telemetry import unfinished
+from stages.runtime import scratch
 from tests.conftest import has_ended
 from tests.pipeline.conftest import Project, give_params
 
@@ -135,7 +135,7 @@ def test_a_stage_does_not_outlive_a_run_that_is_killed_outright_and_the_next_run
 def test_an_interrupted_run_ends_its_stage_without_a_traceback_and_the_next_goes_on(
     project: Project, started: list[subprocess.Popen[str]], number: signal.Signals
 ) -> None:
-    notes = unfinished.NOTES_FOLDER
+    notes = scratch.NOTES_FOLDER
     notes.mkdir(parents=True)
     (notes / "last").write_text("after epoch 9")  # of an earlier run
     os.utime(notes / "last", (1, 1))

@@ -4,15 +4,13 @@ import contextlib
 import logging
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 from transformers import AutoConfig, PretrainedConfig, Qwen2_5_VLConfig, Qwen3NextConfig
 
-from pipeline import commands, doctor, target_checks
+from pipeline import commands, doctor, processes
 from stages import prepare_target
 from stages.draft import supported_targets
 from stages.params import schema
@@ -76,16 +74,12 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
 }
 
 
-def run_here(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+def run_here(module: str, *words: object) -> str:
     """Run the check of targets in this process, which has imported transformers. The size of a run is not known."""
-    if "stages.reproduce.estimate" in command:
-        return subprocess.CompletedProcess(command, 1, "", "aerie: nothing is recorded of this target\n")
-    assert command[:3] == [sys.executable, "-m", "stages.draft.supported_targets"]
-    try:
-        prepare_target.supported_targets.main(*command[3:])
-    except ValueError as error:
-        return subprocess.CompletedProcess(command, 1, "", f"aerie: {error}\n")
-    return subprocess.CompletedProcess(command, 0, "", "")
+    if module == "stages.reproduce.estimate":
+        raise ValueError("nothing is recorded of this target")
+    prepare_target.supported_targets.main(*map(str, words))
+    return ""
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -95,7 +89,7 @@ def test_a_target_that_prepare_target_refuses_is_refused_before_any_stage(
     """Bug: doctor said that nothing was in the way of a run. A folder, and an id whose config is in the cache; no weights."""
     config, message = REFUSED[kind]
     if kind != "hybrid":  # one of them in the processes of a user, 4 s each
-        monkeypatch.setattr(target_checks.subprocess, "run", run_here)
+        monkeypatch.setattr(processes, "run_silent", run_here)
     cache = home / "cache"
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))

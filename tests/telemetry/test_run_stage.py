@@ -13,7 +13,8 @@ import pytest
 from tqdm import tqdm
 
 from pipeline import cli
-from stages.telemetry import run_stage, unfinished
+from stages.runtime import scratch
+from stages.telemetry import run_stage
 from tests.conftest import ROOT, copy_project
 
 
@@ -34,7 +35,7 @@ ERRORS = [
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(ROOT / "stages/train_draft.py"), "e009"])
-    monkeypatch.setattr(unfinished, "_stage", None)
+    monkeypatch.setattr(scratch, "_stage", None)
 
 
 def fail(error: BaseException) -> object:
@@ -115,17 +116,17 @@ def test_ctrl_c_says_where_the_stage_goes_on(started: None, capsys: pytest.Captu
     assert capsys.readouterr().err == "aerie: train_draft@e009 stopped; run again to go on from its beginning\n"
 
     def main(name: str) -> None:
-        unfinished.note_progress("after epoch 3")
-        unfinished.note_progress("after epoch 4")
+        scratch.note_progress("after epoch 3")
+        scratch.note_progress("after epoch 4")
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as ended:
         run_stage.run_stage(main)
     assert ended.value.code == 130
     assert capsys.readouterr().err == "aerie: train_draft@e009 stopped; run again to go on after epoch 4\n"
-    assert unfinished.list_notes(time.time() + 60) == {}  # an older one is of another run
-    run_stage.run_stage(lambda name: unfinished.note_progress("after epoch 5"))
-    assert unfinished.list_notes(0) == {}  # it has ended well
+    assert scratch.list_notes(time.time() + 60) == {}  # an older one is of another run
+    run_stage.run_stage(lambda name: scratch.note_progress("after epoch 5"))
+    assert scratch.list_notes(0) == {}  # it has ended well
 
 
 @pytest.mark.parametrize("wait_s", [0.05, 1.2])

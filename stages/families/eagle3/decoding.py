@@ -13,7 +13,7 @@ from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.families.eagle3.kernels import DraftCache, DraftRows, FusedDraft
 from stages.families.family import LoadedDraft
-from stages.params.families import list_titles
+from stages.params.families import BLOCK_TITLES
 from stages.params.tree_shape import TreeShape
 from stages.trees import draft_tree as trees
 from stages.trees.expansion import expand_candidates
@@ -40,7 +40,7 @@ class Eagle3Drafter(Drafter):
         """Raise ValueError for sampled drafts, which EAGLE-3's trees don't have."""
         if draft_temperature is not None:
             raise ValueError(
-                f"benchmark.draft_sampling is sampled and the draft is EAGLE-3's, expected a block draft, {list_titles()}; set "
+                f"benchmark.draft_sampling is sampled and the draft is EAGLE-3's, expected a block draft, {BLOCK_TITLES}; set "
                 "it to greedy"
             )
         return Eagle3Method(self, shape)
