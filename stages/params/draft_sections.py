@@ -169,8 +169,8 @@ class TrainDraft(Section):
                 yield from _list_differences(name, segment, segment.from_, start)
                 if start.epochs is None:
                     yield (
-                        f"checkpoints.{name} starts from {segment.from_}, whose epochs follow from its rows; expected a number of "
-                        f"epochs there: write checkpoints.{segment.from_}.epochs"
+                        f"checkpoints.{name} starts from {segment.from_}, whose epochs follow from its rows; expected a "
+                        f"number of epochs there: write checkpoints.{segment.from_}.epochs"
                     )
             if segment.epochs is None and (segment.from_ != ROOT_CHECKPOINT or self.horizon_epochs):
                 yield (
