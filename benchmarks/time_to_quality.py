@@ -114,10 +114,10 @@ def _write_params(work: Path, params: dict[str, Any], name: str) -> None:
     workload = {"eval": {"prompts": "eval", "num_prompts": 1, "max_new_tokens": 1}}
     changed = {
         "replay_trees": params.get("replay_trees", {}) | GRID | {"checkpoints": [name]},
-        "time_trees": {"checkpoints": []},
+        "time_cycles": {"engines": [], "checkpoints": [], "workload": "eval"},
         "benchmark": {"workloads": workload, "torch_workloads": ["eval"], "checkpoints": [name], "trees": ["t3_1_4"]},
     }
-    served = {key: value for key, value in params.items() if key.startswith(("benchmark_", "serving_costs"))}
+    served = {key: value for key, value in params.items() if key.startswith("benchmark_")}
     for key, value in served.items():  # no cells, of no other checkpoint
         names = {k: [name] if is_list else name for k, is_list in NAMED.items() if k in value}
         changed[key] = value | {"workloads": []} | names

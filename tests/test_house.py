@@ -42,7 +42,7 @@ every_stage = pytest.mark.parametrize("stage", GRAPH)
 # The lines of Python that a room may have: what goes in, something goes out. Second, where a room is larger than that, what it
 # has now, which may only fall.
 ROOMS = {
-    "pipeline": (5200, 5351),
+    "pipeline": (5200, 5346),
     "stages/params": (2700, 3212),
     "stages/runtime stages/telemetry": (1600, 1988),
     "stages/data": (4700, 4765),
@@ -53,9 +53,9 @@ ROOMS = {
     "stages/training": (1900, 2043),
     "stages/trees stages/replay": (1200,),
     "stages/engine": (3000,),
-    "stages/engines stages/measuring": (4300, 4552),
-    "stages/cells": (2300, 2668),
-    "stages/reporting": (2700, 3112),
+    "stages/engines stages/measuring": (4300, 4551),
+    "stages/cells": (2300, 2654),
+    "stages/reporting": (2700, 3111),
     "stages/published stages/reproduce stages/grading stages/toy": (2200, 2585),
     "tests": (31_000,),
 }

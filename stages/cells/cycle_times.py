@@ -1,4 +1,4 @@
-"""Times of a server's cycles and plain steps, from the requests of a load (serving_costs, and cells beside predictions).
+"""Times of a server's cycles and plain steps, from the requests of a load (time_cycles, and cells beside predictions).
 
 A request decodes from its first token to its last, so at one concurrency
 
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from stages.cells import timing_grid
 from stages.cells.cell import LoadPoint, RequestRow
 from stages.cells.cost_model import PromptArrivals
 from stages.cells.interval import estimate_repeats
@@ -36,10 +35,7 @@ def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
             f"{tree.name}, concurrency {point.concurrency}: expected the cycles of each request, found none; vLLM reports them "
             "from 0.30 on"
         )
-    shape = {"num_steps": tree.num_steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}
-    times = timing_grid.summarise_times("cycle_s", cycles, estimate_repeats)
-    arrivals = count_arrivals(point)
-    return CycleTime.model_validate(shape | {"batch": point.concurrency or 0, "arrivals": arrivals} | times)
+    return CycleTime.build(tree, point.concurrency or 0, estimate_repeats(cycles), len(cycles), count_arrivals(point))
 
 
 def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
@@ -55,8 +51,7 @@ def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
     for batch in sorted(steps):
         each = arrivals.get(batch, [PromptArrivals()])
         mean = PromptArrivals(per_step=fmean(a.per_step for a in each), followed=fmean(a.followed for a in each))
-        times = timing_grid.summarise_times("step_s", steps[batch], estimate_repeats)
-        found.append(PlainStepTime(batch=batch, arrivals=mean, **times))
+        found.append(PlainStepTime.build(batch, estimate_repeats(steps[batch]), len(steps[batch]), mean))
     return found
 
 

@@ -1,11 +1,11 @@
 """The sections of benchmark cells: workloads, and the engines that run them (benchmark, benchmark_served)."""
 
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
 
-from stages.params.engines import DEFAULT_SERVED, SERVED, ServedEngine
+from stages.params.engines import SERVED, ServedEngine
 from stages.params.section import (
     TEXT_OR_NUMBER,
     Count,
@@ -23,7 +23,7 @@ from stages.params.section import (
     get_named,
 )
 from stages.params.server_urls import ConfigurationUrls
-from stages.params.tree_sections import ShapeNames, TreeNames
+from stages.params.tree_sections import ShapeNames
 from stages.params.tree_shape import SGLANG_SCORING, Load, ScoringName, parse_shape
 
 Rate = Annotated[Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")], TEXT_OR_NUMBER]
@@ -124,16 +124,15 @@ class Benchmark(Section):
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
     # both; eagle: only speculative decoding, without a speedup; baseline: only plain decoding (docs/workloads.md)
     mode: Literal["both", "eagle", "baseline"] = "both"
-    run_generated_code: bool = (
-        False  # true: workloads of humaneval may be graded, which runs programs that the target wrote
-    )
+    # true: workloads of humaneval may be graded, which runs programs that the target wrote
+    run_generated_code: bool = False
     torch_workloads: Names  # workloads for the torch engine, which interleaves plain and speculative decoding
     tree_scoring: ScoringName = SGLANG_SCORING  # as replay_trees.tree_scoring
     # above temperature 0; greedy: the likeliest drafts, as SGLang with DFlash and vLLM's default; sampled: drawn, as
     # SGLang with DSpark or DFlash2 and vLLM's draft_sample_method: probabilistic. Block drafts' chains only
     # (docs/trees.md)
     draft_sampling: Literal["greedy", "sampled"] = "greedy"
-    # CPU threads of the torch engine's decoding, here and in time_trees: tokens one at a time
+    # CPU threads of the torch engine's decoding, here and in time_cycles: tokens one at a time
     # gain by more only for targets of a GiB and more
     num_threads: Count = 1
     num_gpus_total: Count = 1  # GPUs of this host; prompts are divided over the copies of the target
@@ -206,23 +205,16 @@ class BenchmarkServer(Section):
     start_timeout_s: Positive = 900
 
 
-class ServingCosts(Section):
-    """Cycles of benchmark_served's engines, timed with simulated acceptance."""
-
-    # of benchmark.workloads, with ignore_eos or prompts: eval, and several of concurrency; []: not measured
-    workloads: Names
-    checkpoint: Name  # its shapes count, not its weights
-    # the extremes of what you would launch, and trees between them
-    trees: TreeNames = Field(default_factory=lambda: ["t3_1_4", "t8_1_9", "t3_4_8", "t5_4_16", "t8_3_32"])
-    # tokens that the engine accepts in each cycle, the bonus token among them
-    accept_length: Annotated[float, Field(gt=1)] = 3.0
-
-
 def _add_other_engines(servers: Any) -> Any:
     return {engine: {} for engine in SERVED} | servers if isinstance(servers, dict) else servers
 
 
 class BenchmarkServed(Section):
+    OLD_KEYS: ClassVar = {
+        "engine": "engine: a run has several engines now; write engines: [sglang]",
+        "server": "server: each engine has its own now; write its keys under servers: {sglang: ...}",
+    }
+
     # of sglang, vllm, llama.cpp, each in its own environment (make serving-env); each measures all of these cells
     engines: Annotated[list[ServedEngine], Field(min_length=1), AfterValidator(_check_unique)]
     workloads: Names  # names of benchmark.workloads; []: no served cells
@@ -233,18 +225,6 @@ class BenchmarkServed(Section):
     servers: Annotated[dict[ServedEngine, BenchmarkServer], BeforeValidator(_add_other_engines)] = Field(
         default_factory=lambda: {engine: BenchmarkServer() for engine in get_args(ServedEngine)}
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_one_engine(cls, found: Any) -> Any:
-        """Refuse the keys of earlier versions, which had one engine."""
-        if isinstance(found, dict) and (old := [key for key in ("engine", "server") if key in found]):
-            engine = found.get("engine", DEFAULT_SERVED)
-            raise ValueError(
-                f"{' and '.join(old)}: a run has several engines now; write engines: [{engine}], and the keys of `server` "
-                f"under servers: {{{engine}: ...}}"
-            )
-        return found
 
     def get_server(self, engine: str) -> BenchmarkServer:
         return next(server for name, server in self.servers.items() if name == engine)

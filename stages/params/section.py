@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -35,9 +35,8 @@ Text = Annotated[str, Field(min_length=1)]
 # What pip gets of a recipe. ASCII; it takes `name @ URL` for the URL, and `name==1.0.zip` for a file of that name.
 PACKAGE_NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 PACKAGE_VERSION = r"^[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?$"
-Source = Annotated[
-    str, Field(pattern=r"^[^-]")
-]  # an id or a path that becomes a word of a command line, where - begins a flag
+# An id or a path that becomes a word of a command line, where - begins a flag.
+Source = Annotated[str, Field(pattern=r"^[^-]")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 Grid = Annotated[list[Count], Field(min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -71,6 +70,8 @@ class Section(BaseModel):
         extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
 
+    OLD_KEYS: ClassVar[Mapping[str, str]] = {}  # of earlier versions, and what to write now
+
     @model_validator(mode="before")
     @classmethod
     def _has_known_keys(cls, given: Any) -> Any:
@@ -78,6 +79,10 @@ class Section(BaseModel):
         known = [field.alias or name for name, field in cls.model_fields.items()]
         if not isinstance(given, Mapping | cls):
             raise ValueError(f"expected a section with {', '.join(known)}, found {given!r:.200}")
+        if old := dict.fromkeys(
+            now for key, now in cls.OLD_KEYS.items() if isinstance(given, Mapping) and key in given
+        ):
+            raise ValueError("; ".join(old))
         if unknown := [str(key) for key in given if key not in known] if isinstance(given, Mapping) else []:
             named = ", ".join(f"{key}{suggest_name(key, known)}" for key in unknown)
             raise ValueError(f"unknown key {named}; known keys are {', '.join(known)}. Correct it, or leave it out")
