@@ -15,6 +15,7 @@ load that was timed, and the passes that read them, are counted from the cycles 
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from stages.cells.timing_grid import CycleTime, PlainStepTime
 from stages.params.tree_shape import TreeShape
 
 CountSteps = Callable[[RequestRow], int | None]  # cycles or plain steps of a request; None if they are unknown
+count_cycles: CountSteps = attrgetter("cycles")  # None where the engine counts over all requests
 
 
 def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
@@ -93,11 +95,6 @@ def _compute_followed_share(point: LoadPoint) -> float:
     """Return the share of requests that another one follows."""
     requests = len(point.requests) / len(_group_by_load(point))
     return max(0.0, requests - (point.concurrency or 1)) / requests
-
-
-def count_cycles(request: RequestRow) -> int | None:
-    """Return the cycles of an answer; None where the engine counts over all requests."""
-    return request.cycles
 
 
 def count_plain_steps(request: RequestRow) -> int | None:

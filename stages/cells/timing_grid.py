@@ -98,7 +98,7 @@ class TimingGrid(MeasuredGrid):
 
     @property
     def draft_sampling(self) -> DraftSampling:
-        """Return how a serving engine chose its drafts; grids timed before it was recorded have greedy ones."""
+        """Return how a serving engine chose its drafts; the torch engine's grid tells nothing."""
         return self.settings.get("draft_sampling", GREEDY)
 
 
