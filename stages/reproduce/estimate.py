@@ -371,8 +371,8 @@ class _Hours:
         cells = len(served.checkpoints) * len(served.trees) * (2 if served.interleave else 1)
         grids = (1 + len(timed.trees)) * len(timed.checkpoints)
         stages = [("time_cycles", grids, engine, timed.workload) for engine in timed.served_engines]
-        for pair in product(served.engines, served.workloads):
-            stages += [("benchmark_served", cells, *pair), ("benchmark_served_baseline", 1, *pair)]
+        for kind, count in (("benchmark_served", cells), ("benchmark_served_baseline", 1)):
+            stages += [(kind, count, *pair) for pair in product(served.engines, served.workloads)]
         for stage, servers, engine, name in stages:
             tp = served.get_server(engine).tp
             load = sum(self._list_load_seconds(False, self.p.benchmark.workloads[name]))
