@@ -15,8 +15,8 @@ of dependencies) and after it (hashing and linking of outputs); then of the proc
 (stages/telemetry/stage_log.py): `imports`, `load`ing weights, starting `server`s, `compile`, and the `kernel`, the first that
 the process could run, counted from its start. `GiB` is the most memory in use on the first visible GPU, by anybody.
 
-`--costs`: instead of one served pair the grid of serving_costs at 1, 8, 32 and 128 at once, and live cells of other trees, each
-in turns with its own baseline, whose speedups benchmarks/serving_costs.py compares with the predictions. The target is the
+`--costs`: instead of one served pair the grid of time_cycles at 1, 8, 32 and 128 at once, and live cells of other trees, each
+in turns with its own baseline, whose speedups benchmarks/served_predictions.py compares with the predictions. The target is the
 embedded one, widened to the shape (benchmarks/widened_target.py), on the embedded data: answers of a random one all have one
 length, and each draft is accepted. At 1B shape steps are mostly the engine's Python, whose speed is the machine's of the moment.
 `--gpus 0 1 2 3` measures the grid and three live cells at the same time, each on a GPU of its own, where `--num-prompts` may be
@@ -70,7 +70,7 @@ LIVE = "sweep"  # the workload of --costs
 LIVE_TREES = "t3_1_4 t5_4_16 t8_2_16"
 COST_PARTS = (*PARTS[: PARTS.index("prepare_prompts@eval")], f"prepare_prompts@{LIVE}")
 COST_CELLS = (  # the grid first
-    f"serving_costs@sglang-{LIVE}",
+    f"time_cycles@sglang-{CHECKPOINT}",
     *(f"benchmark_served@sglang-{LIVE}-{CHECKPOINT}-{tree}" for tree in LIVE_TREES.split()),
 )
 MEASURED = "big_graph.json"  # in FOLDER: a StageCost of each stage that ran
@@ -177,7 +177,7 @@ def parse_words() -> argparse.Namespace:
     takes.add_argument("--overfit-steps", type=int, default=20)
     takes.add_argument("--long-row", type=int, help="tokens of one training and one eval row")
     takes.add_argument("--window", type=int, help="init_draft.sliding_window")
-    takes.add_argument("--costs", action="store_true", help="grids of serving_costs and live cells")
+    takes.add_argument("--costs", action="store_true", help="grids of time_cycles and live cells")
     takes.add_argument("--repeats", type=int, default=3, help="of the loads of --costs")
     takes.add_argument("--epochs", type=int, help="of --costs; default: the plan's")
     takes.add_argument(
@@ -193,7 +193,7 @@ def parse_words() -> argparse.Namespace:
     taken = tuple(o.parts or [""])
     o.parts = [stage for stage in (COST_PARTS if o.costs else PARTS) if stage.startswith(taken)]
     chosen = [stage for stage in COST_CELLS if o.costs and stage.startswith(taken)]
-    o.grids = [stage for stage in chosen if stage.startswith("serving_costs")]
+    o.grids = [stage for stage in chosen if stage.startswith("time_cycles")]
     o.cells = [stage for stage in chosen if stage not in o.grids]
     if o.costs:
         o.longest, o.batch_tokens, o.dtype = COST_ANSWER, 4096, "bfloat16"
@@ -310,7 +310,7 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
 
 
 def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
-    """Replace the served pair by the grids of serving_costs and their live cells."""
+    """Replace the served pair by the grids of time_cycles and their live cells."""
     plan = COST_PLANS[o.shape]
     at_once = AT_ONCE[: len(o.num_prompts)]
     # Greedy answers are replayed at one temperature; few and short ones need no server.
@@ -324,7 +324,9 @@ def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     length = {"max_new_tokens": o.longest, "ignore_eos": False}
     size = {"num_prompts": o.num_prompts, "concurrency": at_once, "warmup": at_once[-1]}
     p["benchmark"]["workloads"] = {LIVE: {**eval_load, **length, **size, "repeats": o.repeats}}
-    p["serving_costs"] |= {"workloads": [LIVE], "checkpoint": CHECKPOINT, "trees": plan.trees.split()}
+    p["time_cycles"] |= {
+        "engines": ["sglang"], "checkpoints": [CHECKPOINT], "workload": LIVE, "trees": plan.trees.split(),
+    }  # fmt: skip
     p["benchmark_served"] |= {"workloads": [LIVE], "trees": LIVE_TREES.split(), "interleave": True}
     # SGLang's Triton attention keeps indices for every position of the context: 60 GB in a grid's seven servers at 163,840.
     kit = [] if o.small else [*list_launch_args(o), "--context-length", str(COST_CONTEXT)]

@@ -178,7 +178,7 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
         "num_draft_tokens": [2, 4, 6, 8, 16, 32, *([9, 14, 17] if deep else [])],
     }
     p["check_overfit"] |= {"steps": 60, "min_tau": 1.5}  # as long as it is, it takes longer than the training
-    p["time_trees"] |= {"num_steps": [1, 5, 10], "topk": [1, 4], "num_draft_tokens": [4, 16, 32], "repeats": 2}
+    p["time_cycles"] |= {"num_steps": [1, 5, 10], "topk": [1, 4], "num_draft_tokens": [4, 16, 32], "repeats": 2}
     workloads = {name: {**first, **keys} for name, keys in plan.workloads.items()}
     if small:
         few = {"num_prompts": 3, "repeats": 1, "warmup": 1, "max_new_tokens": 20}

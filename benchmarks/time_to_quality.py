@@ -30,10 +30,6 @@ from ruamel.yaml import YAML
 
 TREES = ("t3_1_4", "t7_1_8", "t5_4_16")
 GRID = {"num_steps": [3, 5, 7], "topk": [1, 4], "num_draft_tokens": [16], "trace_trees": ["t3_1_4"]}
-NAMED = {
-    "checkpoints": True,
-    "checkpoint": False,
-}  # keys of served sections that name drafts, and whether they are lists
 SEGMENT_KEYS = ("epochs", "method", "layers", "block_size", "anchors", "markov_rank", "feature_layers", "heads")
 
 
@@ -114,13 +110,12 @@ def _write_params(work: Path, params: dict[str, Any], name: str) -> None:
     workload = {"eval": {"prompts": "eval", "num_prompts": 1, "max_new_tokens": 1}}
     changed = {
         "replay_trees": params.get("replay_trees", {}) | GRID | {"checkpoints": [name]},
-        "time_trees": {"checkpoints": []},
+        "time_cycles": {"engines": [], "checkpoints": [], "workload": "eval"},
         "benchmark": {"workloads": workload, "torch_workloads": ["eval"], "checkpoints": [name], "trees": ["t3_1_4"]},
     }
-    served = {key: value for key, value in params.items() if key.startswith(("benchmark_", "serving_costs"))}
+    served = {key: value for key, value in params.items() if key.startswith("benchmark_")}
     for key, value in served.items():  # no cells, of no other checkpoint
-        names = {k: [name] if is_list else name for k, is_list in NAMED.items() if k in value}
-        changed[key] = value | {"workloads": []} | names
+        changed[key] = value | {"workloads": [], "checkpoints": [name]}
     YAML(typ="safe").dump(params | changed, path)
     subprocess.run([sys.executable, "-m", "stages.inputs"], cwd=work, check=True)
 

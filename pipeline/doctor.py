@@ -105,7 +105,7 @@ def _check_engines() -> Iterator[Finding]:
         if location := find_program(name):
             yield Finding(name, location)
         else:
-            stages = "benchmark_served, serving_costs and sample_target.server.launch"
+            stages = "benchmark_served, time_cycles and sample_target.server.launch"
             yield Finding(name, f"not found; needed by {stages}: make serving-env ENGINE={name}")
 
 

@@ -104,18 +104,14 @@ def check_engines(params: Params) -> Iterator[Finding]:
     launch = sampling.server.launch if sampling.backend == "server" else None
     if launch and ENGINES[launch].program:
         wanted["sample_target.server.launch"] = launch
-    for engine in served.engines if measures_servers(params) else []:
-        if not served.servers[engine].command and not served.servers[engine].base_urls:
-            wanted[f"benchmark_served.engines, {engine}"] = engine
+    for engine in params.list_served_engines():
+        server = served.get_server(engine)
+        if not server.command and not server.base_urls:
+            wanted[f"benchmark_served or time_cycles, {engine}"] = engine
     for key, name in wanted.items():
         location = find_program(name)
         found = f"{name} in {location}" if location else f"{name} is neither in serving-env/ nor on the PATH"
         yield Finding(key, found, location is not None, f"run: make serving-env ENGINE={name}")
-
-
-def measures_servers(params: Params) -> bool:
-    """Return whether a stage measures servers: benchmark_served or serving_costs, which start the same ones."""
-    return bool(params.benchmark_served.workloads or params.serving_costs.workloads)
 
 
 def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
@@ -123,7 +119,7 @@ def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
     if params.target.device == "cpu":
         return
     served = params.benchmark_served
-    tps = [served.servers[engine].tp for engine in served.engines] if measures_servers(params) else []
+    tps = [served.get_server(engine).tp for engine in params.list_served_engines()]
     needed = max(params.benchmark.num_gpus_per_model, *tps)
     gpus = resources.list_gpu_memory()
     enough = len(gpus) >= needed

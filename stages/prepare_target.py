@@ -202,7 +202,7 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
     if in_trees:
         raise ValueError(
             f"params.yaml: target.model {target.model}: of {type(model).__name__}, {in_trees}; the torch engine, by which "
-            "check_overfit, time_trees and benchmark decode, can't verify trees with it. Take another target, as Llama, Qwen3, "
+            "check_overfit, time_cycles and benchmark decode, can't verify trees with it. Take another target, as Llama, Qwen3, "
             "Mixtral or Gemma 3"
         )
     if not found.same_embedding:

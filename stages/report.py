@@ -52,7 +52,7 @@ def main(*arguments: str) -> None:
             text = atomic.read_json(METRICS_FILE, "report")["verdict"]["text"]
             lines += [f"verdict, by what was measured first: {text}", *inputs.describe_older_engines(launch)]
         unknown = (
-            f"no serving engine was timed (serving_costs.workloads: docs/cost.md), so nothing is advised for one; {PAGE_FILE} "
+            f"no serving engine was timed (time_cycles.engines: docs/cost.md), so nothing is advised for one; {PAGE_FILE} "
             "has what the torch engine's costs predict"
         )
         print(*lines or [unknown], sep="\n")
@@ -193,11 +193,9 @@ def _build_replayed_rows(
 
 
 def _read_timing_grids(p: schema.Params) -> list[timing_grid.TimingGrid]:
-    """Return the torch engine's grids, then those of serving_costs."""
-    timed = [timing_grid.read_timing_grid(name, p.target.model) for name in p.time_trees.checkpoints]
-    pairs = product(p.benchmark_served.engines, p.serving_costs.workloads)
-    served = (timing_grid.read_serving_costs(engine, name, p.target.model) for engine, name in pairs)
-    return [*timed, *(grid for grids in served for grid in grids)]
+    """Return the grids of all timed engines and drafts."""
+    timed = product(p.time_cycles.engines, p.time_cycles.checkpoints)
+    return [grid for names in timed for grid in timing_grid.read_grids(*names, p.target.model)]
 
 
 def _predict_speedups(
@@ -213,7 +211,8 @@ def _predict_speedups(
     from stages.engines.protocol import describe_draft
 
     def describe_launch(name: str, row: PredictedSpeedup) -> EngineLaunch | None:
-        config = next((cost.draft for cost in grids if p.have_same_shapes(cost.checkpoint, row.checkpoint)), None)
+        shapes = p.find_first_of_shapes(row.checkpoint)
+        config = next((cost.draft for cost in grids if p.find_first_of_shapes(cost.checkpoint) == shapes), None)
         engine, settings = registry.get(name), p.benchmark_served.get_server(name)
         if config is None or engine.explain_unsupported(row.shape, config):
             return None
@@ -227,7 +226,7 @@ def _predict_speedups(
     )
     temperatures = list(dict.fromkeys(float(workload.temperature) for workload in workloads)) or [0.0]
     return costs.predict_and_compare(
-        grids, lines, replayed, replayable, p.have_same_shapes, temperatures, drafts, describe_launch, doubted
+        grids, lines, replayed, replayable, p.find_first_of_shapes, temperatures, drafts, describe_launch, doubted
     )
 
 
@@ -257,7 +256,7 @@ def _read_stage_runs(p: schema.Params) -> dict[str, StageRun]:
         "train_draft": p.train_draft.checkpoints,
         "import_draft": p.import_draft.checkpoints,
         "replay_trees": p.replay_trees.checkpoints,
-        "time_trees": p.time_trees.checkpoints,
+        "time_cycles": ["-".join(names) for names in product(p.time_cycles.engines, p.time_cycles.checkpoints)],
         "prepare_prompts": p.benchmark.workloads,
     }
     names = [*stages_without_key, *(f"{stage}@{key}" for stage, keys in keys_by_stage.items() for key in keys)]

@@ -83,7 +83,7 @@ SMALL = {
         "topk": [1, 2, 3],
         "num_draft_tokens": [4, 8, 16],
     },
-    "time_trees": {
+    "time_cycles": {
         "num_steps": [1, 3, 6],
         "topk": [1, 2],
         "num_draft_tokens": [2, 4, 8],
@@ -102,7 +102,7 @@ SMALL = {
 # The longest files: first those that wait most, for servers and workers; then by what they cost, and not two in a row
 # that wait for small_run. Another order is only slower.
 LONG = [
-    "test_train_draft", "test_prefect_workers", "test_browser", "test_serving_costs", "test_flows", "test_block_proposer",
+    "test_train_draft", "test_prefect_workers", "test_browser", "test_served_cycles", "test_flows", "test_block_proposer",
     "test_reruns", "test_real_server", "test_security", "test_run", "test_benchmark_served", "test_batch_decode",
     "test_dvc_graph", "test_import_draft", "test_recipes", "test_train_block_drafts", "test_sampled_drafts",
     "test_interrupted_runs", "test_dvc_remote", "test_bad_input", "test_sample_target", "test_sampling",

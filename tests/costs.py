@@ -5,14 +5,15 @@ from typing import Any
 
 from stages.cells import cost_fit, timing_grid
 from stages.cells.timing_grid import CycleTime, TimingGrid
-from stages.params.tree_sections import TimeTrees
+from stages.params.tree_sections import TimeCycles
 from stages.params.tree_shape import TreeShape
 
 TRUTH = {"cycle": 3.0e-3, "step": 0.6e-3, "row": 0.02e-3, "token": 0.05e-3, "sequence": 0.0}  # seconds
 PLAIN_S = 2.4e-3
 HARDWARE = {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"}  # as of made_up_results' cells
-TREES = TimeTrees(
-    checkpoints=["e000"], num_steps=[1, 3, 6, 10], topk=[1, 2, 4], num_draft_tokens=[2, 4, 8, 16, 32, 64],
+TREES = TimeCycles(
+    engines=["torch"], workload="eval", checkpoints=["e000"],
+    num_steps=[1, 3, 6, 10], topk=[1, 2, 4], num_draft_tokens=[2, 4, 8, 16, 32, 64],
     context=128, warmup=1, cycles=2, repeats=5, batches=[1],
 ).list_trees()  # fmt: skip
 

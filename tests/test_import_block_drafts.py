@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages import benchmark, benchmark_served, import_draft, replay_trees, time_trees
+from stages import benchmark, benchmark_served, import_draft, replay_trees, time_cycles
 from stages.cells import replay_records, timing_grid, training_records
 from stages.cells.cell import UNSUPPORTED, Cell
 from stages.cells.table import find_replayed_tau
@@ -90,14 +90,14 @@ def test_an_imported_draft_is_decoded_and_timed(project: Path) -> None:  # noqa:
     trees = ["t3_1_4", "t3_2_6"]
     edit_params(Path(), {"benchmark": {"checkpoints": ["theirs"], "trees": trees, "torch_workloads": ["eval"]}})
     grid = {"num_steps": [1, 2, 3, 4, 9], "topk": [1, 2, 3], "num_draft_tokens": [4, 6, 9], "context": 16}
-    edit_params(Path(), {"time_trees": grid | {"checkpoints": ["theirs"]}})
+    edit_params(Path(), {"time_cycles": grid | {"checkpoints": ["theirs"]}})
     replay_trees.main("theirs")
     for tree in trees:
         benchmark.main("eval", "theirs", tree)
         line = read_line("eval", "theirs", tree)
         assert find_replayed_tau(replay_records.read_replay("theirs"), line.cell) == line.row.tau
-    time_trees.main("theirs")
-    timed = timing_grid.read_timing_grid("theirs", "tiny")["grid"]
+    time_cycles.main("torch", "theirs")
+    timed = timing_grid.read_grids("torch", "theirs", "tiny")[0].grid
     assert max(row["num_steps"] for row in timed) == draft.config.num_drafts
 
 

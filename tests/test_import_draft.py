@@ -64,7 +64,7 @@ def test_a_graph_that_trains_nothing_has_no_initial_draft(project: Path, tmp_pat
     edit_params(root, {"import_draft": {"checkpoints": IMPORTED}})
     mine = {"checkpoints": ["theirs"]}
     edit_params(root, {"replay_trees": mine, "benchmark": {**mine, "trees": ["t8_2_16"]}, "benchmark_served": mine})
-    edit_params(root, {"time_trees": mine})
+    edit_params(root, {"time_cycles": mine})
     expected = (root / "results/replay/e003.csv").read_text()
     done = run_graph(root, "report")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -21,11 +21,11 @@ def write_everywhere(project: Path, name: str) -> None:
     given = yaml.load((project / "params.yaml").read_text())
     given["train_draft"]["checkpoints"] = {name: {"from": "e000", "epochs": 1}}
     given["import_draft"]["checkpoints"] = {name + "i": {"model": "m", "revision": None, "rope_theta": None}}
-    given["replay_trees"]["checkpoints"] = given["time_trees"]["checkpoints"] = [name]
+    given["replay_trees"]["checkpoints"] = given["time_cycles"]["checkpoints"] = [name]
     given["benchmark"]["workloads"] = {name: EVAL}
     given["benchmark"] |= {"torch_workloads": [name], "checkpoints": [name], "trees": [name]}
     given["benchmark_served"] |= {"engines": [name], "workloads": [name], "checkpoints": [name], "trees": [name]}
-    given["serving_costs"] |= {"workloads": [name]}
+    given["time_cycles"] |= {"engines": [name], "workload": name}
     with (project / "params.yaml").open("w") as file:
         yaml.dump(given, file)
 
@@ -68,9 +68,9 @@ def test_no_shell_runs_a_name_of_params_yaml(project: Path, recording_python: Pa
     assert done.returncode != 0
     assert not (project / "ran").exists(), done.stdout
     heard = (project / "told").read_text()
-    assert heard.count("-m|stages.") == len(groups) == 11, done.stderr
+    assert heard.count("-m|stages.") == len(groups) == 10, done.stderr
     assert f"|train_draft@{name}|" in heard
-    for stage in ("benchmark_served_baseline", "serving_costs"):
+    for stage in ("benchmark_served_baseline", "time_cycles"):
         assert f"|{stage}@{name}-{name}|" in heard
     assert f"|benchmark@{name}-{name}-{name}|" in heard
 

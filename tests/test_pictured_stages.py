@@ -25,7 +25,7 @@ from stages import (
     init_draft,
     prepare_prompts,
     replay_trees,
-    time_trees,
+    time_cycles,
     train_draft,
 )
 from stages.cells.cell import Cell
@@ -58,7 +58,7 @@ SMALL: dict[str, Any] = {
         "num_draft_tokens": [4, 6],
         "trace_trees": ["t3_2_6"],
     },
-    "time_trees": {
+    "time_cycles": {
         "num_steps": [1, 3],
         "topk": [1, 2, 3],
         "num_draft_tokens": [2, 4, 6],
@@ -258,9 +258,9 @@ def test_a_draft_is_trained_replayed_and_decoded(
         assert [point["acceptance"][k] for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]
         inside = pl.read_csv("results/replay/e003.inside.csv", infer_schema_length=None).filter(by="row")
         assert [inside[k].sum() for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]
-        with declared("time_trees"):
-            time_trees.main("e000")
-        assert len(json.loads(Path("results/cost/torch-e000.json").read_text())["grid"]) == 11
+        with declared("time_cycles"):
+            time_cycles.main("torch", "e000")
+        assert len(json.loads(Path("results/cost/torch-e000.json").read_text())["grids"][0]["grid"]) == 11
     log = json.loads((sampled_project / "results/train/e003.json").read_text())["epochs"]
     assert log[-1]["loss"] < log[0]["loss"]
     assert {stage for stage, saw in SAW.items() if saw} == {"extract_hiddens", "benchmark", "benchmark_served"}

@@ -218,7 +218,7 @@ def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces
     mine = {"e002": {"from": "e000", "epochs": 2}}
     names = {"checkpoints": ["e002"]}
     edit_params(project, {"train_draft": {"checkpoints": mine}, "replay_trees": names, "benchmark": names})
-    edit_params(project, {"benchmark_served": names, "time_trees": {"checkpoints": ["e000"]}})
+    edit_params(project, {"benchmark_served": names, "time_cycles": {"checkpoints": ["e000"]}})
     (project / "params.yaml").chmod(0o644)
     before = (project / "params.yaml").read_bytes()
     (project / "mine.yaml").write_text(

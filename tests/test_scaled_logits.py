@@ -96,7 +96,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str = "granit
     folder = pinned(tmp_path, monkeypatch, build(name))
     workloads = schema.load_params().model_dump(by_alias=True)["benchmark"]["workloads"]
     workloads["eval"]["temperature"] = HOT
-    edit_params(tmp_path, {"benchmark": {"workloads": workloads}, "time_trees": {"context": 16}})
+    edit_params(tmp_path, {"benchmark": {"workloads": workloads}, "time_cycles": {"context": 16}})
     prepare_target.main()
     return folder
 

@@ -33,7 +33,7 @@ def build_run(name: str, replayed: bool = True, timed: str = "", **sections: Any
     found: dict[str, Any] = {
         "train_draft": {"checkpoints": {"e001": {"from": "e000", "epochs": 1}}},
         "replay_trees": {**REPLAY, "checkpoints": [name] if replayed else []},
-        "time_trees": {**TIMES, "checkpoints": [timed] if timed else []},
+        "time_cycles": {**TIMES, "checkpoints": [timed] if timed else []},
         "benchmark": {**BENCHMARK, "checkpoints": [name]},
         "benchmark_served": {"workloads": [], "checkpoints": [name]},
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from stages.cells.timing_grid import TimingGrid
+from stages.cells.timing_grid import TimingGrids
 from stages.reporting.timing_noise import find_grid_remarks
 from tests.conftest import SMALL, dvc
 
@@ -49,7 +49,7 @@ def test_the_table_has_a_row_for_every_tree_of_a_replayed_checkpoint(small_run: 
         assert [r[name] for r in replayed] == [r[name] for r in measured], name
     for name in ("tau_low", "tau_high"):
         assert [float(r[name]) for r in replayed] == pytest.approx([float(r[name]) for r in measured], rel=1e-12), name
-    grid = TimingGrid.read_json(small_run / "results/cost/torch-e000.json", "time_trees@e000")
+    grid = TimingGrids.read_json(small_run / "results/cost/torch-e000.json", "time_cycles@torch-e000").grids[0]
     predicted = (
         [] if find_grid_remarks([grid]) else ["t5_1_6"]
     )  # a busy machine; the others are outside the timing grid

@@ -81,11 +81,11 @@ def test_a_window_shorter_than_what_is_decoded_is_told_before_sampling_where_mas
         raise RuntimeError("no single block")
 
     monkeypatch.setattr(head_check, "load_first_block", fail)
-    found = r"time_trees\.context 128, benchmark\.workloads\.eval\.max_new_tokens 200"
+    found = r"time_cycles\.context 128, benchmark\.workloads\.eval\.max_new_tokens 200"
     with pytest.raises(ValueError, match=rf"mine see 100 tokens \(sliding_window\), .*found {found}; lower that"):
         prepare_target.main()
     served = {"benchmark": {"torch_workloads": []}, "benchmark_served": {"workloads": ["eval"]}}
-    edit_params(tmp_path, {"time_trees": {"context": 64}, **served})
+    edit_params(tmp_path, {"time_cycles": {"context": 64}, **served})
     prepare_target.main()
 
 

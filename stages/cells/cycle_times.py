@@ -1,4 +1,4 @@
-"""Times of a server's cycles and plain steps, from the requests of a load (serving_costs, and cells beside predictions).
+"""Times of a server's cycles and plain steps, from the requests of a load (time_cycles, and cells beside predictions).
 
 A request decodes from its first token to its last, so at one concurrency
 
@@ -15,10 +15,10 @@ load that was timed, and the passes that read them, are counted from the cycles 
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
-from stages.cells import timing_grid
 from stages.cells.cell import LoadPoint, RequestRow
 from stages.cells.cost_model import PromptArrivals
 from stages.cells.interval import estimate_repeats
@@ -26,6 +26,7 @@ from stages.cells.timing_grid import CycleTime, PlainStepTime
 from stages.params.tree_shape import TreeShape
 
 CountSteps = Callable[[RequestRow], int | None]  # cycles or plain steps of a request; None if they are unknown
+count_cycles: CountSteps = attrgetter("cycles")  # None where the engine counts over all requests
 
 
 def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
@@ -36,10 +37,7 @@ def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
             f"{tree.name}, concurrency {point.concurrency}: expected the cycles of each request, found none; vLLM reports them "
             "from 0.30 on"
         )
-    shape = {"num_steps": tree.num_steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}
-    times = timing_grid.summarise_times("cycle_s", cycles, estimate_repeats)
-    arrivals = count_arrivals(point)
-    return CycleTime.model_validate(shape | {"batch": point.concurrency or 0, "arrivals": arrivals} | times)
+    return CycleTime.build(tree, point.concurrency or 0, estimate_repeats(cycles), len(cycles), count_arrivals(point))
 
 
 def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
@@ -55,8 +53,7 @@ def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
     for batch in sorted(steps):
         each = arrivals.get(batch, [PromptArrivals()])
         mean = PromptArrivals(per_step=fmean(a.per_step for a in each), followed=fmean(a.followed for a in each))
-        times = timing_grid.summarise_times("step_s", steps[batch], estimate_repeats)
-        found.append(PlainStepTime(batch=batch, arrivals=mean, **times))
+        found.append(PlainStepTime.build(batch, estimate_repeats(steps[batch]), len(steps[batch]), mean))
     return found
 
 
@@ -98,11 +95,6 @@ def _compute_followed_share(point: LoadPoint) -> float:
     """Return the share of requests that another one follows."""
     requests = len(point.requests) / len(_group_by_load(point))
     return max(0.0, requests - (point.concurrency or 1)) / requests
-
-
-def count_cycles(request: RequestRow) -> int | None:
-    """Return the cycles of an answer; None where the engine counts over all requests."""
-    return request.cycles
 
 
 def count_plain_steps(request: RequestRow) -> int | None:

@@ -189,21 +189,14 @@ def predict_speedups(
 
 
 def predict_speedup(tree: ReplayedTree, fit: CostModel, plain: PlainStepTime) -> SpeedupEstimate:
-    """Return the speedup of a tree at the load of a plain step.
+    """Return tau / C of a tree at the load of a plain step, and its 95% interval: independent errors, as shares (logarithms),
+    add by their squares.
 
-    The more tokens a cycle yields, the fewer cycles an answer has, between which as many prompts of other requests are read.
-    """
-    cycle_s = fit.predict_cycle_s(tree.shape, plain.batch, plain.arrivals.stretch(tree.tau))
-    return estimate_speedup(tree, cycle_s, fit, plain)
-
-
-def estimate_speedup(tree: ReplayedTree, cycle_s: float, fit: CostModel, plain: PlainStepTime) -> SpeedupEstimate:
-    """Return tau / C and its 95% interval: independent errors, as shares (logarithms), add by their squares.
-
-    The errors are tau's, that of the fit, and that of the plain step. If one is unknown (one conversation was replayed, or the
+    The more tokens a cycle yields, the fewer cycles an answer has, between which as many prompts of other requests are read. The
+    errors are tau's, that of the fit, and that of the plain step. If one is unknown (one conversation was replayed, or the
     plain step was timed in one repeat), or too large for a number, there is no interval.
     """
-    c = cycle_s / plain.step_s
+    c = fit.predict_cycle_s(tree.shape, plain.batch, plain.arrivals.stretch(tree.tau)) / plain.step_s
     found, step_error = tree.tau / c, interval.compute_margin(plain.error, plain.samples)
     if tree.tau_low is None or tree.tau_high is None or step_error is None:
         return SpeedupEstimate(tree.tau, c, found, None, None)

@@ -1,12 +1,11 @@
-"""A timing grid on disk: what plain steps and cycles cost on one engine (time_trees -> report), `results/cost/torch-*.json`.
+"""Timing grids on disk: what plain steps and cycles cost on one engine (time_cycles -> report), `results/cost/ENGINE-DRAFT.json`.
 
-A grid belongs to an engine on a machine, a target, and the shapes of a draft: times do not depend on its weights. serving_costs
-times those of a serving engine with simulated acceptance, one of each answer length, `results/cost/ENGINE-WORKLOAD.json`.
+A grid belongs to an engine on a machine, a target, and the shapes of a draft: times do not depend on its weights. An engine that
+serves has a grid for each answer length of the workload by which it is timed.
 """
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from annotated_types import MinLen
 from pydantic import Field
@@ -15,136 +14,128 @@ from stages.cells.cell import Hardware
 from stages.cells.cost_model import CostModel, PromptArrivals
 from stages.cells.interval import TimeEstimate
 from stages.cells.record import GREEDY, DraftSampling, Record
-from stages.params.engines import TORCH
 from stages.params.tree_shape import TreeShape
 from stages.runtime import atomic
 
 COSTS_FOLDER = Path("results/cost")
 COST_DEFINITIONS = "docs/cost.md, version 6"
+NO_ARRIVALS = PromptArrivals()
 
 
-class PlainStepTime(Record):
-    """A step of plain decoding."""
+class StepTime(Record):
+    """A step of decoding at a number of requests at once."""
 
     batch: int
-    step_s: float
-    error: float | None  # standard error as a share; null with one repeat
+    error: float | None  # standard error of the seconds as a share; null with one repeat
     samples: int
-    arrivals: PromptArrivals = PromptArrivals()  # of other requests' prompts
+    arrivals: PromptArrivals = NO_ARRIVALS  # of other requests' prompts
 
 
-class CycleTime(Record):
+class PlainStepTime(StepTime):
+    """A step of plain decoding."""
+
+    step_s: float
+
+    @classmethod
+    def build(cls, batch: int, found: TimeEstimate, samples: int, arrivals: PromptArrivals = NO_ARRIVALS) -> Self:
+        return cls(batch=batch, step_s=found.value, error=found.error, samples=samples, arrivals=arrivals)
+
+
+class CycleTime(StepTime):
     """A cycle: drafting, verifying and all between."""
 
     num_steps: int
     topk: int
     num_draft_tokens: int
-    batch: int
     cycle_s: float
-    error: float | None
-    samples: int
-    arrivals: PromptArrivals = PromptArrivals()
 
     @property
     def shape(self) -> TreeShape:
         return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
 
+    @classmethod
+    def build(
+        cls, tree: TreeShape, batch: int, found: TimeEstimate, samples: int, arrivals: PromptArrivals = NO_ARRIVALS
+    ) -> Self:
+        sizes = {"num_steps": tree.num_steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}
+        return cls(**sizes, batch=batch, cycle_s=found.value, error=found.error, samples=samples, arrivals=arrivals)
 
-def summarise_times(
-    name: str, seconds: Sequence[float], estimate: Callable[[Sequence[float]], TimeEstimate]
-) -> dict[str, Any]:
-    """Return the columns `name`, error and samples of a CycleTime or PlainStepTime."""
-    found = estimate(seconds)
-    return {name: found.value, "error": found.error, "samples": len(seconds)}
 
+class MeasuredGrid(Record):
+    """The times of an engine with one draft, as its adapter measures them."""
 
-class TimingGrid(Record):
-    """The times of one engine with one draft."""
-
-    definitions: str
-    engine: str
-    workload: str | None  # of a serving engine, whose load was timed; null for the torch engine
+    workload: (
+        str | None
+    )  # whose load an engine that serves was timed under; null for the torch engine, as `max_new_tokens`
     max_new_tokens: int | None
-    checkpoint: str  # of the timed draft
-    draft: dict[str, Any]  # its config.json
-    target: list[str | None] | None  # model, revision, digest of its config
-    settings: dict[
-        str, Any
-    ]  # what else changes times: dtype, tree_scoring, context (tokens before the first cycle), repeats
+    draft: dict[str, Any]  # config.json of the timed draft
+    # what else changes times: dtype, tree_scoring, context (tokens before the first cycle), repeats
+    settings: dict[str, Any]
     plain: Annotated[list[PlainStepTime], MinLen(1)]
     grid: Annotated[list[CycleTime], MinLen(1)]
-    other_lengths: list[CycleTime] = Field(default_factory=list)  # of serving_costs: fitted together with the grid
-    fit: CostModel
+    other_lengths: list[CycleTime] = Field(default_factory=list)  # of answers, fitted together with the grid
     hardware: Hardware
     versions: dict[str, str]
-    seconds: float
     process_share: float | None = None  # CPU time / wall time of the timed steps; null on a GPU and of a server
     # by how much the median plain step of the slowest round is above that of the fastest, as a share; null of one round
     spread: float | None = None
 
+
+class TimingGrid(MeasuredGrid):
+    """The times of an engine with one draft, and their fit."""
+
+    definitions: str = COST_DEFINITIONS
+    engine: str
+    checkpoint: str  # of the timed draft
+    target: list[str | None] | None  # model, revision, digest of its config
+    fit: CostModel
+    seconds: float
+
     @property
     def stage(self) -> str:
         """Return the DVC stage that timed the grid."""
-        return name_costs_stage(self.engine, self.workload) if self.workload else f"time_trees@{self.checkpoint}"
+        return name_stage(self.engine, self.checkpoint)
 
     @property
     def draft_sampling(self) -> DraftSampling:
-        """Return how a serving engine chose its drafts; grids timed before it was recorded have greedy ones."""
+        """Return how a serving engine chose its drafts; the torch engine's grid tells nothing."""
         return self.settings.get("draft_sampling", GREEDY)
 
 
-def name_costs_stage(engine: str, workload: str) -> str:
-    return f"serving_costs@{engine}-{workload}"
-
-
-def locate_timing_grid(engine: str, name: str) -> Path:
-    """Return the file of an engine's grid, or of its grids; `name` is the timed checkpoint, or the workload of servers."""
-    return COSTS_FOLDER / f"{engine}-{name}.json"
-
-
-def write_timing_grid(grid: TimingGrid) -> Path:
-    """Write a grid and return its path."""
-    path = locate_timing_grid(grid.engine, grid.checkpoint)
-    atomic.write_json(path, grid.model_dump())
-    return path
-
-
-class ServingCosts(Record):
-    """The timing grids of one workload on a serving engine that simulates acceptance (serving_costs)."""
+class TimingGrids(Record):
+    """The timing grids of an engine with one draft, one of each answer length."""
 
     definitions: str
-    grids: list[TimingGrid]  # of each answer length
+    grids: Annotated[list[TimingGrid], MinLen(1)]
 
 
-def write_serving_costs(workload: str, grids: list[TimingGrid]) -> Path:
-    """Write an engine's grids of a workload and return their path."""
-    path = locate_timing_grid(grids[0].engine, workload)
-    atomic.write_json(path, ServingCosts(definitions=COST_DEFINITIONS, grids=grids).model_dump())
+def name_stage(engine: str, checkpoint: str) -> str:
+    return f"time_cycles@{engine}-{checkpoint}"
+
+
+def locate_grids(engine: str, checkpoint: str) -> Path:
+    return COSTS_FOLDER / f"{engine}-{checkpoint}.json"
+
+
+def write_grids(grids: list[TimingGrid]) -> Path:
+    """Write an engine's grids of a draft and return their path."""
+    path = locate_grids(grids[0].engine, grids[0].checkpoint)
+    atomic.write_json(path, TimingGrids(definitions=COST_DEFINITIONS, grids=grids).model_dump())
     return path
 
 
-def read_serving_costs(engine: str, workload: str, model: str) -> list[TimingGrid]:
-    """Return an engine's grids of a workload for the target `model`. Raises ValueError also if they are another's."""
-    path = locate_timing_grid(engine, workload)
-    grids = ServingCosts.read_json(path, name_costs_stage(engine, workload), COST_DEFINITIONS).grids
+def read_grids(engine: str, checkpoint: str, model: str) -> list[TimingGrid]:
+    """Return an engine's grids of a draft for the target `model`. Raises ValueError also if they are of others."""
+    path, stage = locate_grids(engine, checkpoint), name_stage(engine, checkpoint)
+    grids = TimingGrids.read_json(path, stage, COST_DEFINITIONS).grids
     for grid in grids:
-        _check_owner(path, grid.stage, "drafts of the target", grid.target[0] if grid.target else None, model)
+        timed = grid.checkpoint, grid.target[0] if grid.target else None
+        if timed != (checkpoint, model):
+            raise atomic.BrokenArtifactError(
+                f"{path} has timed the draft {timed[0]} of the target {timed[1]}, expected {checkpoint} of {model}",
+                atomic.format_rerun_hint(stage),
+            )
     return grids
-
-
-def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:
-    """Return the torch engine's grid of a draft for the target `model`. Raises ValueError also if it is of others."""
-    path, stage = locate_timing_grid(TORCH.name, checkpoint), f"time_trees@{checkpoint}"
-    found = TimingGrid.read_json(path, stage, COST_DEFINITIONS)
-    _check_owner(path, stage, "the draft of checkpoint", found.checkpoint, checkpoint)
-    _check_owner(path, stage, "drafts of the target", found.target[0] if found.target else None, model)
-    return found
-
-
-def _check_owner(path: Path, stage: str, what: str, found: str | None, expected: str) -> None:
-    if found != expected:
-        problem = f"{path} has timed {what} {found}, expected {expected}: its costs are another's"
-        raise atomic.BrokenArtifactError(problem, atomic.format_rerun_hint(stage))
 
 
 def list_hardware_differences(first: Hardware, second: Hardware) -> list[str]:

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 from typing import NamedTuple
 
-from stages.params.units import format_bytes, format_gib
+from stages.params.units import format_gib
 from stages.runtime.machine import list_named_gpus
 
 
@@ -47,18 +47,3 @@ def check_free_memory(gpus: list[GpuMemory], mem_fraction: float) -> None:
                 f"{mem_fraction:g} of it (benchmark_served.servers.*.mem_fraction): another process holds "
                 f"{format_gib(gpu.used)}; end it, choose another GPU (CUDA_VISIBLE_DEVICES), or lower mem_fraction"
             )
-
-
-def check_weights_fit(weights: float, draft: float, cache_tokens: int, token_bytes: int, capacity: float) -> None:
-    """Print what the server will hold of its `capacity` (0: unknown). Raises ValueError if the weights alone don't fit."""
-    print(
-        f"memory: {format_gib(weights)} of weights, {format_gib(draft)} of the draft, "
-        f"{format_bytes(cache_tokens * token_bytes)} of KV cache at most ({cache_tokens} tokens of {token_bytes} bytes), of "
-        f"{format_gib(capacity) if capacity else 'an unknown size'}",
-        flush=True,
-    )
-    if capacity and weights + draft > capacity:
-        raise ValueError(
-            f"the target's weights are {format_gib(weights)} and the draft's {format_gib(draft)}, expected less than "
-            f"{format_gib(capacity)} (mem_fraction of the memory, times tp); raise benchmark_served.servers.*.tp or mem_fraction"
-        )

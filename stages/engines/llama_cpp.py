@@ -21,11 +21,10 @@ DEFAULT_SLOTS = 4  # for loads without a limit; its own default
 CPU_SLOTS = 8  # of sample_target: more requests at once are no faster on a few cores
 PROMPT_TOKENS = 2048  # of a conversation in a slot of sample_target, on average at most
 SIMULATED_LENGTH = "--spec-synth-len"
-KNOWN_END = (
-    "layer input tensor is null",
-    ("llama.cpp keeps no hidden states of a target of this architecture, so it drafts for it by n-grams alone; take another "
-     "engine (benchmark_served.engines)"),
-)  # fmt: skip
+NO_HIDDEN_STATES = (
+    "llama.cpp keeps no hidden states of a target of this architecture, so it drafts for it by n-grams alone; take another "
+    "engine (benchmark_served.engines)"
+)
 REASONS = {"eos": "stop", "word": "stop", "limit": "length"}  # finish reasons by its `stop_type`
 
 
@@ -58,7 +57,7 @@ class LlamaCpp(protocol.ServingEngine):
     variables = "LLAMA_ARG_"
     program_words = 1
     answer_type = Completion
-    known_ends = (KNOWN_END,)
+    known_ends = (("layer input tensor is null", NO_HIDDEN_STATES),)
 
     def build_command(self, folder: str, port: int, dtype: str, device: str, trust_remote_code: bool) -> list[str]:
         """`folder` is a GGUF file, which has the data type; --cache-ram 0: no cache of earlier prompts."""

@@ -56,13 +56,13 @@ class ServerSetup:
     dtype: str
     device: str
     trust_remote_code: bool
-    tp: int
-    mem_fraction: float
-    max_total_tokens: int | None
-    max_batch: int | None
-    context_length: int | None  # null: the target's own
-    torch_compile: bool
-    more: tuple[str, ...]  # further flags
+    tp: int = 1
+    mem_fraction: float = 0.8
+    max_total_tokens: int | None = None
+    max_batch: int | None = None
+    context_length: int | None = None  # null: the target's own
+    torch_compile: bool = False
+    more: tuple[str, ...] = ()  # further flags
     quantised: str | None = None  # GGUF type of target and draft, for llama.cpp; None: `dtype`
 
     def count_fitting(self) -> int:
@@ -388,6 +388,37 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
     """Return a command line's flags: one whose value is True has none, one of None or False is left out."""
     used = {flag: value for flag, value in flags.items() if value is not None and value is not False}
     return [word for flag, value in used.items() for word in ([flag] if value is True else [flag, str(value)])]
+
+
+def sum_accepted(histogram: list[int]) -> int:
+    return sum(i * times for i, times in enumerate(histogram))
+
+
+def check_sums(name: str, reported: int, expected: int) -> None:
+    if reported != expected:
+        raise ValueError(f"the engine's figures don't add up: {name} is {reported}, its histogram says {expected}")
+
+
+def leave_out_cut(histogram: list[int], prefills: int, output_tokens: int) -> AcceptanceCounts:
+    """Return the counts of a request, by docs/metrics.md, without what lies beyond the end of its answer.
+
+    Engines count what a cycle accepted before they look for the end of the answer (SGLang 0.5.17, schedule_batch.py:
+    output_ids_through_stop; vLLM 0.33, v1/core/sched/scheduler.py:2350), so
+
+        output tokens = prefills + accepted + cycles - cut,   and of what was cut the last was the bonus
+
+    Raises:
+        ValueError: if the histogram doesn't add up to the tokens of the answer.
+    """
+    cycles, accepted = sum(histogram), sum_accepted(histogram)
+    cut = prefills + accepted + cycles - output_tokens
+    longest = max((i for i, times in enumerate(histogram) if times), default=0)
+    if not 0 <= cut <= longest:
+        raise ValueError(
+            f"the engine's figures don't add up: {prefills} prefills, {cycles} cycles and {accepted} accepted drafts are not "
+            f"{output_tokens} tokens with 0 to {longest} cut off; expected prefills + accepted + cycles - cut"
+        )
+    return AcceptanceCounts(cycles, accepted - max(0, cut - 1), True, histogram)
 
 
 async def fetch_json(http: HttpSession, url: str, path: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from stages.cells.request_record import AcceptanceCounts
 from stages.engines import protocol
 from stages.engines.http_session import ExchangeFailedError, HttpSession
 from stages.engines.server_startup.sglang_vision_patch import PREFIX, TARGETS, VERSION
-from stages.engines.spec_counters import check_sums, leave_out_cut
 from stages.engines.sse import AnswerStream
 from stages.engines.versions import Change, parse_release
 from stages.params.families import ALGORITHMS, DFLASH2, DSPARK, EAGLE3, find_family
@@ -27,12 +26,11 @@ DFLASH2_DRAFTS = Change("0.5.23", "DFlash2DraftModel")
 # Before, sliding layers are causal whatever is_causal says.
 WINDOWS = Change("0.5.23", "is_causal: false of layers with a sliding window")
 INFO_KEYS = (  # of /server_info, those that explain a measurement
-    "version", "launch_command", "model_path", "dtype", "kv_cache_dtype", "attention_backend", "sampling_backend", "tp_size",
-    "mem_fraction_static",
-    "max_total_tokens", "max_running_requests", "context_length", "enable_torch_compile", "torch_compile_max_bs",
-    "chunked_prefill_size", "page_size", "disable_radix_cache", "disable_cuda_graph", "cuda_graph_config",
-    "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk",
-    "speculative_num_draft_tokens", "speculative_draft_window_size",
+    "version", "launch_command", "model_path", "dtype", "kv_cache_dtype", "attention_backend", "sampling_backend",
+    "tp_size", "mem_fraction_static", "max_total_tokens", "max_running_requests", "context_length",
+    "enable_torch_compile", "torch_compile_max_bs", "chunked_prefill_size", "page_size", "disable_radix_cache",
+    "disable_cuda_graph", "cuda_graph_config", "speculative_algorithm", "speculative_draft_model_path",
+    "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_draft_window_size",
 )  # fmt: skip
 STARTUP_FOLDER = Path(__file__).parent / "server_startup"
 PATCH_CORRECTED = (0, 5, 23)  # read from its source: it needs no patch
@@ -189,8 +187,8 @@ class SGLang(protocol.ServingEngine):
         prefills = 1 + figures.get("num_retractions", 0)  # after a retraction another prefill yields a token again
         if not histogram:
             return super().count_request(figures, output_tokens - prefills + 1, num_steps)
-        check_sums("spec_verify_ct", figures.get("spec_verify_ct", sum(histogram)), sum(histogram))
-        return leave_out_cut(histogram, prefills, output_tokens)
+        protocol.check_sums("spec_verify_ct", figures.get("spec_verify_ct", sum(histogram)), sum(histogram))
+        return protocol.leave_out_cut(histogram, prefills, output_tokens)
 
     def list_sampling_fields(self, options: protocol.SamplingOptions) -> protocol.Body:
         return {**protocol.PLAIN_SAMPLING, "return_token_ids": True}  # from 0.5.17 on; older versions ignore it

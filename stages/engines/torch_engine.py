@@ -185,8 +185,11 @@ class TorchCell(CellEngine, Subject):
     def run_turn(self, turns: list[QuestionTurn], load: Load, repeat: int) -> dict[str, LoadResult]:
         """Decode a turn of each question by all kinds of decoding; the records are those of all processes."""
         started, process_started = time.perf_counter(), time.process_time()
-        run = self._run_in_turns if self.in_turns else self._run_loads
-        found = run(turns, load, repeat)
+        if self.in_turns:
+            found = self._run_in_turns(turns, load, repeat)
+        else:
+            order = self.kinds if (repeat + turns[0].number) % 2 == 0 else self.kinds[::-1]
+            found = {kind: self._run_load(kind, turns, load, repeat) for kind in order}
         process_s, wall_s = time.process_time() - process_started, time.perf_counter() - started
         if self.in_turns:
             answers = [record for records in found.values() for record in records]
@@ -303,10 +306,6 @@ class TorchCell(CellEngine, Subject):
             record.counts = AcceptanceCounts(len(accepted) - 1, sum(accepted), True, histogram)
 
     # Load by load
-
-    def _run_loads(self, turns: list[QuestionTurn], load: Load, repeat: int) -> RecordsByKind:
-        order = self.kinds if (repeat + turns[0].number) % 2 == 0 else self.kinds[::-1]
-        return {kind: self._run_load(kind, turns, load, repeat) for kind in order}
 
     def _run_load(self, kind: str, turns: list[QuestionTurn], load: Load, repeat: int) -> list[RequestRecord]:
         """Decode all turns, at most `load.concurrency` at once over all processes, and return the records of all processes.

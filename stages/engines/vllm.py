@@ -10,7 +10,6 @@ from typing import Any
 from stages.cells.request_record import AcceptanceCounts
 from stages.engines import protocol
 from stages.engines.http_session import HttpSession
-from stages.engines.spec_counters import check_sums, leave_out_cut, sum_accepted
 from stages.engines.versions import Change, parse_release
 from stages.params.families import DFLASH2, find_family
 
@@ -105,14 +104,16 @@ class VLLM(protocol.ServingEngine):
         if "num_spec_steps" not in figures:
             return super().count_request(figures, output_tokens, num_steps)
         histogram = figures["acceptance_histogram"]
-        check_sums("num_spec_steps", figures["num_spec_steps"], sum(histogram))
-        check_sums("num_accepted_draft_tokens", figures["num_accepted_draft_tokens"], sum_accepted(histogram))
+        protocol.check_sums("num_spec_steps", figures["num_spec_steps"], sum(histogram))
+        protocol.check_sums(
+            "num_accepted_draft_tokens", figures["num_accepted_draft_tokens"], protocol.sum_accepted(histogram)
+        )
         # Steps that had no draft to verify, of one token each, are not counted.
-        missing = output_tokens - (1 + sum_accepted(histogram) + sum(histogram))
+        missing = output_tokens - (1 + protocol.sum_accepted(histogram) + sum(histogram))
         if missing > 0:
             first, *others = histogram or [0]
             histogram = [first + missing, *others]
-        return leave_out_cut(histogram, 1, output_tokens)
+        return protocol.leave_out_cut(histogram, 1, output_tokens)
 
     def list_sampling_fields(self, options: protocol.SamplingOptions) -> protocol.Body:
         """tool_choice "none" leaves a call as text, as wanted here; for SGLang it removes the tools from the prompt."""

@@ -75,13 +75,7 @@ def _choose_setup(params: schema.Params, outtype: str) -> ServerSetup:
         dtype=by_type.get(outtype, target.dtype),
         device=target.device,
         trust_remote_code=target.trust_remote_code,
-        tp=1,
-        mem_fraction=params.benchmark_served.get_server(ENGINE.name).mem_fraction,
-        max_total_tokens=None,
         max_batch=1,
-        context_length=None,
-        torch_compile=False,
-        more=(),
         quantised=None if outtype in by_type else outtype or None,
     )
 
@@ -108,10 +102,8 @@ def _ask_server(params: schema.Params, setup: ServerSetup, flags: list[str]) -> 
     )
     prompt = chat_template.encode_prompt(tokenizer, [{"role": "user", "content": QUESTION}])
     request = LoadRequest("export#0", prompt, ANSWER_TOKENS, 0.0, 1.0, None, ignore_eos=True)
-    port, slots = (
-        free_port.find_free_port(),
-        ENGINE.list_slot_flags(setup, setup.folder, 1, REQUEST_TOKENS, t.num_threads),
-    )
+    port = free_port.find_free_port()
+    slots = ENGINE.list_slot_flags(setup, setup.folder, 1, REQUEST_TOKENS, t.num_threads)
     line = [*ENGINE.build_setup_command(setup, port, []), *format_flags(slots), *flags]
     with server.ServerProcess(ENGINE.name, line, port, LOG, TIMEOUT_S, section="aerie export") as own:
         load = load_generator.run_load(

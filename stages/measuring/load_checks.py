@@ -1,27 +1,12 @@
 """Checks of measured loads: errors for loads that measured something else than was asked, warnings for the rest."""
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 from stages.cells.cell import SKIPPED, NotMeasuredError
 from stages.cells.points import MIN_JUDGED_CYCLES
-from stages.engines import registry
 from stages.engines.cell_engine import LoadResult
 from stages.engines.protocol import ServedDraft
 from stages.measuring.repeats import sum_counts
-
-MIN_SIMULATED_CYCLES = 50  # fewer say little of simulated acceptance
-MAX_DEVIATION = 0.2  # of a simulated accept length from the one that was asked
-
-
-def check_answered(load_name: str, load: LoadResult) -> None:
-    failed = [r for r in load.records if r.failure_reason]
-    if len(failed) == len(load.records):
-        raise ValueError(
-            f"{load_name}: all {len(failed)} requests failed, the first: {failed[0].failure_reason}, "
-            f"{failed[0].failure_message}"
-        )
 
 
 def check_drafts_accepted(
@@ -95,31 +80,3 @@ def list_warnings(
             f"batch of new size, so the first repeat may be slower; expected warmup: {len(longest)} or more"
         )
     return warnings
-
-
-# Acceptance that an engine simulates: answers have no meaning then, and neither has a tau
-
-
-def check_real(environment: Mapping[str, str], command: list[str]) -> None:
-    """Raise ValueError if a server that is started with this environment and command would simulate acceptance."""
-    if found := registry.list_simulating(environment, command):
-        raise ValueError(
-            f"the server would simulate acceptance ({', '.join(found)}), expected a real one: its tau would be made up. "
-            "Unset it; to measure what cycles cost, use serving_costs"
-        )
-
-
-def check_simulated(server_name: str, length: float, cycles: int, accepted: int, num_answers: int) -> None:
-    """Raise ValueError if a server's cycles did not yield `length` tokens on average: it simulates nothing, or another length.
-
-    The last cycle of each answer may be cut, to one token at least.
-    """
-    if cycles < MIN_SIMULATED_CYCLES:
-        return
-    found = 1 + accepted / cycles
-    uncut = found + num_answers * (math.ceil(length) - 1) / cycles
-    if found > length * (1 + MAX_DEVIATION) or uncut < length * (1 - MAX_DEVIATION):
-        raise ValueError(
-            f"{server_name}: {found:.2f} tokens in each of {cycles} cycles, expected {length:g} (serving_costs.accept_length): "
-            "the engine's version ignores the setting (docs/cost.md), or it is of base_urls: leave it out there"
-        )

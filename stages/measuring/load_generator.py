@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from stages.cells.request_record import RequestRecord
-from stages.engines import http_session, registry
+from stages.engines import http_session
 from stages.engines.cell_engine import LoadResult
 from stages.engines.protocol import BuiltRequest, LoadRequest, ServingEngine
 from stages.engines.sse import AnswerStream
@@ -52,9 +52,9 @@ async def run_load(
     request_timeout_s: float,
     warmup: list[LoadRequest],
     section: str,
-    key: str | None = None,
-    engine: ServingEngine | None = None,
+    engine: ServingEngine,
     num_steps: int | None = None,
+    key: str | None = None,
     check: Callable[[], None] = lambda: None,
     on_request_end: Callable[[], object] = lambda: None,
 ) -> LoadResult:
@@ -67,13 +67,9 @@ async def run_load(
         check: called after a failed connection; may raise ValueError.
 
     Raises:
-        ValueError: if the server is another one, refuses the key, or fails the whole warm-up.
+        ValueError: if the server refuses the key, or fails the whole warm-up.
     """
     async with http_session.HttpSession(model, request_timeout_s, section, key) as http:
-        try:
-            engine = engine or await registry.identify_engine(http, url)
-        except http_session.ExchangeFailedError as error:
-            raise ValueError(f"{url} can't be asked: {error}; is it running? Correct {section}.base_urls") from None
         warmed = await LoadGenerator(http, url, engine, check).send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
         failed = [r for r in warmed if r.failure_reason]
         if failed and len(failed) == len(warmed):

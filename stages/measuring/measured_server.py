@@ -5,7 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,7 +19,7 @@ from stages.engines import gpu_memory, http_session, registry, server
 from stages.engines.cell_engine import CellContext, LoadResult, QuestionTurn, ResultsByKind, Subject
 from stages.engines.protocol import ServedDraft, ServerSetup, describe_draft, format_flags
 from stages.engines.server import ServerGroup
-from stages.measuring import load_checks, load_generator, measurement_lock, server_setup
+from stages.measuring import load_checks, load_generator, measurement_lock
 from stages.measuring.load_generator import Arrivals
 from stages.measuring.server_setup import ServedWorkload
 from stages.params import server_urls
@@ -30,7 +30,6 @@ from stages.runtime.free_port import find_free_port
 LOGS_FOLDER = Path(".scratch/served")
 LATER_WARMUP = 1  # prompts before a load whose batches the server has compiled kernels for
 RELEASED_GIB, RELEASE_S = 1.0, 30.0  # use above that before the server that counts as released; how long to wait for it
-CheckServer = Callable[[], None]  # raises ValueError if the server has ended
 
 
 @dataclass(eq=False)
@@ -47,7 +46,7 @@ class MeasuredServer(Subject):
     memory: Memory = field(default_factory=Memory)
     notice: str | None = None  # on how the server drafts, for the report
     url: str = ""  # of the server that answers now
-    check: CheckServer = lambda: None  # of that server
+    check: Callable[[], None] = lambda: None  # raises ValueError if that server has ended
     variables: dict[str, str] = field(default_factory=dict)  # of its environment
     # tokens that each cycle yields on average; None: what the target accepts is real
     simulated_length: float | None = None
@@ -136,7 +135,12 @@ class MeasuredServer(Subject):
                 on_request_end=bar.update,
             )
             result = asyncio.run(sent)
-        load_checks.check_answered(load_name, result)
+        failed = [r for r in result.records if r.failure_reason]
+        if len(failed) == len(result.records):
+            raise ValueError(
+                f"{load_name}: all {len(failed)} requests failed, the first: {failed[0].failure_reason}, "
+                f"{failed[0].failure_message}"
+            )
         load_checks.check_drafts_accepted(self.name, self.draft, result, self.info)
         return {self.kind: result}
 
@@ -221,9 +225,9 @@ def _open_group(work: ServedWorkload, group: list[MeasuredServer], logs: Path, s
     gpus_before = gpu_memory.list_visible_gpus()
     running: dict[str, server.ServerProcess] = {}
     if started := [measured for measured in group if not measured.is_running]:
-        setup = work.convert_target()
+        setup = replace(work.setup, folder=work.engine.convert_folder(work.context.target_folder, work.setup))
         if setup.device != "cpu":
-            check_memory(work, setup, started, gpus_before[: setup.tp])
+            gpu_memory.check_free_memory(gpus_before[: setup.tp], setup.mem_fraction)
         for measured in started:
             running[measured.name] = _prepare_process(measured, setup, logs / f"{measured.name}.log")
         with measurement_lock.start_server():
@@ -274,11 +278,14 @@ def _prepare_process(measured: MeasuredServer, setup: ServerSetup, log: Path) ->
     print(f"starting {setup.engine} for {measured.name}; its log is {log}", flush=True)
     environment, is_on_cpu = dict(measured.variables), setup.device == "cpu"
     if is_on_cpu:
-        environment |= engine.build_cpu_environment(num_threads, work.cache_tokens * work.token_bytes)
+        environment |= engine.build_cpu_environment(num_threads, work.cache_bytes)
     if measured.needs_vision_patch:
         environment |= engine.build_patch_environment()
-    if not measured.simulates:
-        load_checks.check_real(os.environ, measured.command)
+    if not measured.simulates and (found := registry.list_simulating(os.environ, measured.command)):
+        raise ValueError(
+            f"the server would simulate acceptance ({', '.join(found)}), expected a real one: its tau would be made up. "
+            "Unset it; to measure what cycles cost, use time_cycles"
+        )
     return server.ServerProcess(
         setup.engine,
         measured.command,
@@ -289,22 +296,6 @@ def _prepare_process(measured: MeasuredServer, setup: ServerSetup, log: Path) ->
         environment=environment,
         section=work.section,
     )
-
-
-def check_memory(
-    work: ServedWorkload, setup: ServerSetup, servers: list[MeasuredServer], gpus: list[gpu_memory.GpuMemory]
-) -> None:
-    """Check that no other process holds memory that a server will take, and that each has room for its weights.
-
-    Servers that start at once have caches of a given size, so `mem_fraction` is not what each of them takes.
-    """
-    gpu_memory.check_free_memory(gpus, setup.mem_fraction)
-    weights = server_setup.measure_weight_files_gib(setup.folder)
-    tokens = min(work.cache_tokens, setup.max_total_tokens or work.cache_tokens)
-    capacity = sum(gpu.total for gpu in gpus) * setup.mem_fraction
-    for measured in servers:
-        draft = measured.measure_draft_gib() or 0.0
-        gpu_memory.check_weights_fit(weights, draft, tokens, work.token_bytes, capacity)
 
 
 async def _identify_server(measured: MeasuredServer) -> None:

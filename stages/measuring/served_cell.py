@@ -35,7 +35,8 @@ class ServedCell(CellEngine):
         return [*self.servers]
 
     def list_gpus(self) -> list[int]:
-        return server_setup.list_stage_gpus(self.context.params, self.context.engine, [self.measured.name])
+        is_local = not self.measured.is_running and self.work.setup.device != "cpu"
+        return list(range(self.work.settings.tp)) if is_local else []
 
     def explain_unsupported(self) -> str | None:
         if reason := self.measured.explain_unsupported():

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,6 @@ from stages.target import vision
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROMPT_COLUMNS = ("id", "prompt_ids", "length_share")  # of a cell's fingerprint
-
-
-def list_stage_gpus(params: schema.Params, engine: str, config_names: list[str]) -> list[int]:
-    """Return the GPUs of an engine's servers of these configurations. External servers use no local GPU."""
-    settings = params.benchmark_served.get_server(engine)
-    external = all(name in settings.base_urls for name in config_names)
-    return [] if external or params.target.device == "cpu" else list(range(settings.tp))
 
 
 def read_draft_config(params: schema.Params, checkpoint_name: str) -> dict[str, Any]:
@@ -111,10 +104,6 @@ class ServedWorkload:
         """Return the version of the engine; None where it can't be told. Raises ValueError for one that is too old."""
         return self.engine.find_version(self.program_path)
 
-    def convert_target(self) -> ServerSetup:
-        """Return the configuration with what the engine loads for the folder. Raises ValueError if it can't be made."""
-        return replace(self.setup, folder=self.engine.convert_folder(self.context.target_folder, self.setup))
-
     # What servers hold
 
     def count_servers_at_once(self) -> int:
@@ -133,8 +122,11 @@ class ServedWorkload:
         SGLang reports the memory that became less while it read its weights, and so what a server that started meanwhile, of
         this stage or of another, took. In float32 files of 16 bits take twice their size.
         """
-        limited = self.can_start_together() and self.setup.device != "cpu" and self.setup.dtype != "float32"
-        return round(measure_weight_files_gib(self.setup.folder), 3) if limited else None
+        if not self.can_start_together() or self.setup.device == "cpu" or self.setup.dtype == "float32":
+            return None
+        loaded = Path(self.setup.folder)
+        files = [loaded] if loaded.is_file() else loaded.glob("*.safetensors")
+        return round(sum(file.stat().st_size for file in files) / 2**30, 3)
 
     @property
     def max_concurrency(self) -> int | None:
@@ -148,17 +140,12 @@ class ServedWorkload:
         return self.context.longest_prompt + max(length for length, _ in self.context.workload.list_loads())
 
     @property
-    def cache_tokens(self) -> int:
-        """Return the tokens of the largest load."""
-        loads, prompts = self.context.workload.list_loads(), len(self.context.prompts)
-        return max(min(cap or prompts, prompts) * (self.context.longest_prompt + length) for length, cap in loads)
-
-    @property
-    def token_bytes(self) -> int:
-        """Return the bytes of keys and values of one token."""
-        target = self.context.manifest
+    def cache_bytes(self) -> int:
+        """Return the bytes of keys and values of the largest load."""
+        target, prompts, loads = self.context.manifest, len(self.context.prompts), self.context.workload.list_loads()
+        tokens = max(min(cap or prompts, prompts) * (self.context.longest_prompt + length) for length, cap in loads)
         values = 2 * target.num_layers * target.num_key_value_heads * target.head_dim
-        return values * DTYPE_BYTES[self.params.target.dtype]
+        return tokens * values * DTYPE_BYTES[self.params.target.dtype]
 
     def check_positions(self, num_draft_tokens: int) -> None:
         """Raises ValueError if the target or the draft has fewer positions than the longest request needs."""
@@ -225,10 +212,3 @@ class ServedWorkload:
             "input_ids": vision.collapse_image_tokens(ids, processor.image_token_id, counts),
             "image_data": [processor.build_data_url(path) for path in images],
         }
-
-
-def measure_weight_files_gib(loaded: str) -> float:
-    """Return the size of what an engine loads, a folder or a file."""
-    path = Path(loaded)
-    files = [path] if path.is_file() else path.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files) / 2**30

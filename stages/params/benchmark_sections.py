@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
@@ -24,7 +24,7 @@ from stages.params.section import (
     get_named,
 )
 from stages.params.server_urls import ConfigurationUrls
-from stages.params.tree_sections import ShapeNames, TreeNames
+from stages.params.tree_sections import ShapeNames
 from stages.params.tree_shape import SGLANG_SCORING, Load, ScoringName, parse_shape
 
 Rate = Annotated[Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")], TEXT_OR_NUMBER]
@@ -125,7 +125,7 @@ class Benchmark(Section):
     # SGLang with DSpark or DFlash2 and vLLM's draft_sample_method: probabilistic. Block drafts' chains only
     # (docs/trees.md)
     draft_sampling: Literal["greedy", "sampled"] = "greedy"
-    # CPU threads of the torch engine's decoding, here and in time_trees: tokens one at a time
+    # CPU threads of the torch engine's decoding, here and in time_cycles: tokens one at a time
     # gain by more only for targets of a GiB and more
     num_threads: Count = 1
     num_gpus_total: Count = 1  # GPUs of this host; prompts are divided over the copies of the target
@@ -194,23 +194,16 @@ class BenchmarkServer(Section):
     start_timeout_s: Positive = 900
 
 
-class ServingCosts(Section):
-    """Cycles of benchmark_served's engines, timed with simulated acceptance."""
-
-    # of benchmark.workloads, with ignore_eos or prompts: eval, and several of concurrency; []: not measured
-    workloads: Names
-    checkpoint: Name  # its shapes count, not its weights
-    # the extremes of what you would launch, and trees between them
-    trees: TreeNames = Field(default_factory=lambda: ["t3_1_4", "t8_1_9", "t3_4_8", "t5_4_16", "t8_3_32"])
-    # tokens that the engine accepts in each cycle, the bonus token among them
-    accept_length: Annotated[float, Field(gt=1)] = 3.0
-
-
 def _add_other_engines(servers: Any) -> Any:
     return {engine: {} for engine in SERVED} | servers if isinstance(servers, dict) else servers
 
 
 class BenchmarkServed(Section):
+    OLD_KEYS: ClassVar = {
+        "engine": "engine: a run has several engines now; write engines: [sglang]",
+        "server": "server: each engine has its own now; write its keys under servers: {sglang: ...}",
+    }
+
     # of sglang, vllm, llama.cpp, each in its own environment (make serving-env); each measures all of these cells
     engines: Annotated[list[ServedEngine], Field(min_length=1), AfterValidator(_check_unique)]
     workloads: Names  # names of benchmark.workloads; []: no served cells

@@ -225,7 +225,7 @@ def check_segment_layers(params: Params, stored: list[int]) -> None:
 
 def check_sliding_window(params: Params, window: int) -> None:
     """Raise ValueError where the torch engine is to decode more tokens than layers of the target see."""
-    wanted_lengths = {"time_trees.context": params.time_trees.context}
+    wanted_lengths = {"time_cycles.context": params.time_cycles.context}
     for name in params.benchmark.torch_workloads:
         lengths = [length for length, _ in params.benchmark.workloads[name].list_loads()]
         wanted_lengths[f"benchmark.workloads.{name}.max_new_tokens"] = max(lengths)

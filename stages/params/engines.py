@@ -15,7 +15,9 @@ from stages.params.tree_shape import NamedShape, TreeShape
 
 ServedEngine = Literal["sglang", "vllm", "llama.cpp"]  # benchmark_served.engines
 LaunchedEngine = Literal["transformers", "sglang", "vllm", "llama.cpp"]  # sample_target.server.launch
-CellEngine = Literal["torch", "sglang", "vllm", "llama.cpp"]  # `engine` of a cell, and of a recipe's cells
+CellEngine = Literal[
+    "torch", "sglang", "vllm", "llama.cpp"
+]  # `engine` of a cell, of a recipe's cells, and time_cycles.engines
 EngineKind = Literal["torch", "served"]  # of the cells that a form of `aerie serve` names
 DEFAULT_KIND: EngineKind = "torch"
 ENVIRONMENTS_FOLDER = Path("serving-env")  # with an environment for each
@@ -65,26 +67,28 @@ class EngineFacts:
         return f"{self.title} drafts chains only, this tree has topk {shape.topk}" if shape.topk > 1 else None
 
 
-SERVED_CELLS = "stages/measuring/served_cell.py"  # by which cells of all engines that serve are measured
+# By which cells of all engines that serve are measured, and cycles timed.
+SERVED_CELLS = tuple(f"stages/measuring/{name}.py" for name in ("served_cell", "measured_server", "server_setup"))
 TORCH = EngineFacts(
-    "torch", "the torch engine", modules=("stages/engines/torch_engine.py",), serves_drafts=False, is_in_process=True
-)
+    "torch", "the torch engine", serves_drafts=False, is_in_process=True,
+    modules=("stages/engines/torch_engine.py", "stages/engines/torch_cycles.py"),
+)  # fmt: skip
 ENGINES = {
     engine.name: engine
     for engine in (
         TORCH,
         EngineFacts(
             "sglang", "SGLang", "sglang",
-            modules=(SERVED_CELLS, "stages/engines/sglang.py", "stages/engines/server_startup/sglang_vision_patch.py"),
+            modules=(*SERVED_CELLS, "stages/engines/sglang.py", "stages/engines/server_startup/sglang_vision_patch.py"),
             runs="trees of at least num_steps + 1 draft tokens", explain_tree=_explain_tree, own_families={"ngram": None},
         ),
         EngineFacts(
             "vllm", "vLLM", "vllm",
-            modules=(SERVED_CELLS, "stages/engines/vllm.py"), tells_version=True, own_families={"ngram": None},
+            modules=(*SERVED_CELLS, "stages/engines/vllm.py"), tells_version=True, own_families={"ngram": None},
         ),
         EngineFacts(
             "llama.cpp", "llama.cpp", "llama-server",
-            modules=(SERVED_CELLS, "stages/engines/llama_cpp.py", "stages/engines/gguf_files.py"), loads_quantised=True,
+            modules=(*SERVED_CELLS, "stages/engines/llama_cpp.py", "stages/engines/gguf_files.py"), loads_quantised=True,
             own_families={"ngram": _explain_ngram},
         ),
         EngineFacts(

@@ -126,7 +126,7 @@ class DraftFamily:
     algorithm: str | None = None
     # of a block: the slot that predicts the first draft, 1 where slots predict themselves
     first_slot: int | None = None
-    is_replayed: bool = True  # by replay_trees; time_trees and servers run it too
+    is_replayed: bool = True  # by replay_trees; time_cycles and servers run it too
     has_root: bool = False  # e000 is one of its drafts, and the others start from it
     samples_drafts: bool = False  # its chains can be drawn, and verified by the ratio of both probabilities
 

@@ -25,8 +25,8 @@ DEFAULT_NEEDS = {
         (0, False, ("fix_data", "prepare_target", "init_draft", "import_draft", "report")),
         ("all", False, ("sample_target", "extract_hiddens", "train_draft")),
         (1, False, ("prepare_prompts", "check_overfit", "replay_trees")),
-        (1, True, ("time_trees", "benchmark")),
-        ("all", True, ("benchmark_served", "benchmark_served_baseline", "serving_costs")),
+        (1, True, ("benchmark",)),
+        ("all", True, ("time_cycles", "benchmark_served", "benchmark_served_baseline")),
     )
     for name in names
 }

@@ -9,12 +9,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
-from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
+from stages.params.benchmark_sections import Benchmark, BenchmarkServed, Workload
 from stages.params.cell_trees import LeftOutTree, list_idle_checkpoints, list_left_out_trees
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
@@ -33,7 +34,8 @@ from stages.params.section import (
     suggest_name,
 )
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
-from stages.params.tree_sections import MIN_TIMED_TREES, ReplayTrees, TimeTrees
+from stages.params.tree_sections import MIN_TIMED_TREES, ReplayTrees, TimeCycles
+from stages.params.tree_shape import TreeShape
 from stages.runtime import guarded_yaml
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -47,6 +49,12 @@ class Report(Section):
 
 
 class Params(Section):
+    OLD_KEYS = dict.fromkeys(
+        ("time_trees", "serving_costs"),
+        "time_trees and serving_costs are one section now; write time_cycles: {engines: [torch], checkpoints: [e000], "
+        "workload: eval} and their other keys in its place (docs/cost.md)",
+    )
+
     target: Target
     prepare_target: PrepareTarget = Field(default_factory=lambda: PrepareTarget())
     fix_data: FixData
@@ -57,11 +65,10 @@ class Params(Section):
     train_draft: TrainDraft
     import_draft: ImportDraft
     replay_trees: ReplayTrees
-    time_trees: TimeTrees
+    time_cycles: TimeCycles
     prepare_prompts: PreparePrompts = Field(default_factory=lambda: PreparePrompts())
     benchmark: Benchmark
     benchmark_served: BenchmarkServed
-    serving_costs: ServingCosts
     report: Report = Field(default_factory=lambda: Report())
     schedule: Schedule = Field(default_factory=lambda: Schedule())
 
@@ -71,10 +78,7 @@ class Params(Section):
         yield from self._list_checkpoint_conflicts()
         yield from self._list_workload_conflicts()
         yield from self._list_draft_conflicts()
-        self._check_serving_costs()
-        for name in self.time_trees.checkpoints:
-            if name in self.drafts and (depth := self.drafts[name].depth):
-                self.time_trees.list_block_trees(name, depth)
+        yield from self._list_timed_conflicts()
 
     def _list_checkpoint_conflicts(self) -> Iterator[str]:
         """Yield names that are made twice, or listed without being made or by a list that has no use for them."""
@@ -85,7 +89,7 @@ class Params(Section):
         made, named = [*trained, *imported], self._list_named_checkpoints()
         timeable = [*self.init_draft.checkpoints, *made]  # e000 costs what a trained one does
         listed = [
-            (key, name, timeable if key.startswith(("time_trees", "serving_costs")) else made)
+            (key, name, timeable if key.startswith("time_cycles") else made)
             for key, names in named.items()
             for name in names
         ]
@@ -111,13 +115,12 @@ class Params(Section):
 
     def _list_named_checkpoints(self) -> dict[str, list[str]]:
         """Return the names of checkpoints by the key that has them; a list without a workload is not used."""
-        served, costs = self.benchmark_served, self.serving_costs
+        served, timed = self.benchmark_served, self.time_cycles
         return {
             "replay_trees.checkpoints": self.replay_trees.checkpoints,
             "benchmark.checkpoints": self.benchmark.checkpoints,
             "benchmark_served.checkpoints": served.checkpoints if served.workloads else [],
-            "time_trees.checkpoints": self.time_trees.checkpoints,
-            "serving_costs.checkpoint": [costs.checkpoint] if costs.workloads else [],
+            "time_cycles.checkpoints": timed.checkpoints if timed.engines else [],
         }
 
     def _list_training_conflicts(self) -> Iterator[str]:
@@ -160,31 +163,43 @@ class Params(Section):
         for name in self.benchmark_served.workloads:
             get_named(self.benchmark.workloads, name, "benchmark.workloads")
 
-    def _check_serving_costs(self) -> None:
-        """Raise ValueError for a workload whose cycles can't be timed with simulated acceptance, or for too few of them."""
-        for name in self.serving_costs.workloads:
-            workload = get_named(self.benchmark.workloads, name, "benchmark.workloads")
-            key, is_endless = f"serving_costs.workloads: benchmark.workloads.{name}", workload.prompts == "eval"
-            for part, found, expected, reason in (
-                ("ignore_eos", workload.ignore_eos or is_endless, True, "simulated answers have no end"),
-                ("request_rate", workload.request_rate, "inf", "the batch would follow the arrivals"),
-                ("grade", workload.grade, False, "simulated answers are meaningless"),
-            ):
-                if found != expected:
-                    words = "null" if expected is None else str(expected).lower()
-                    raise ValueError(f"{key}.{part} is {found}, expected {words}: {reason}; name another workload")
-            caps = {cap for _, cap in workload.list_loads() if cap is not None}
-            if len(caps) < len(workload.list_concurrencies()):
-                raise ValueError(f"{key}.concurrency has null or the same number twice, expected different numbers")
-            if len(caps) * len(self.serving_costs.trees) < MIN_TIMED_TREES:
-                raise ValueError(
-                    f"serving_costs.trees has {len(self.serving_costs.trees)} trees, and benchmark.workloads.{name} {len(caps)} "
-                    f"numbers of requests at once, expected at least {MIN_TIMED_TREES} pairs for a fit; name more trees"
+    def _list_timed_conflicts(self) -> Iterator[str]:
+        """Yield drafts of the same shapes, too few trees for a fit, and loads that say nothing of a cycle."""
+        timed, drafts = self.time_cycles, self.drafts
+        if len(set(map(self.find_first_of_shapes, timed.checkpoints))) < len(timed.checkpoints):
+            yield (
+                f"time_cycles.checkpoints is {timed.checkpoints}, expected drafts of different shapes: others cost the same"
+            )
+        for depth in {drafts[name].depth if name in drafts else None for name in timed.checkpoints}:
+            timed.list_timed_trees(depth)
+        workload = get_named(self.benchmark.workloads, timed.workload, "benchmark.workloads")
+        if timed.served_engines:
+            yield from self._list_load_conflicts(workload)
+
+    def _list_load_conflicts(self, workload: Workload) -> Iterator[str]:
+        """Yield a workload whose cycles can't be timed with simulated acceptance, or for too few of them."""
+        timed = self.time_cycles
+        key, caps = f"time_cycles.workload: benchmark.workloads.{timed.workload}", workload.list_concurrencies()
+        has_end = workload.ignore_eos or workload.prompts == "eval"
+        if not has_end or workload.request_rate != "inf" or workload.grade:
+            yield (
+                f"{key} has ignore_eos {workload.ignore_eos}, request_rate {workload.request_rate} and grade {workload.grade}, "
+                "expected true (or prompts: eval), inf and false: simulated answers have no end and no meaning, and a batch "
+                "would follow arrivals; name another workload"
+            )
+        if any(cap is None or caps.count(cap) > 1 or (workload.limit_prompts(cap) or cap) < cap for cap in caps):
+            yield (
+                f"{key} sends {workload.num_prompts} prompts at concurrency {caps}, expected different numbers, and as many "
+                "prompts at each or more"
+            )
+        for engine, name in product(timed.served_engines, timed.checkpoints):
+            kind, shapes = self.drafts.get(name, DraftKind()), map(TreeShape.parse, timed.trees)
+            pairs = len(caps) * sum(kind.explain_unserved(engine, shape) is None for shape in shapes)
+            if pairs < MIN_TIMED_TREES:
+                yield (
+                    f"time_cycles.trees has {pairs} pairs of a tree that {engine} runs with {name} and a concurrency of "
+                    f"{timed.workload}, expected at least {MIN_TIMED_TREES} for a fit; name more"
                 )
-            for cap in sorted(caps):
-                prompts = workload.limit_prompts(cap)
-                if prompts is not None and prompts < cap:
-                    raise ValueError(f"{key} sends {prompts} prompts at concurrency {cap}, expected {cap} or more")
 
     def _list_draft_conflicts(self) -> Iterator[str]:
         """Yield checkpoints that no tree is left of, and sampled drafts of a family that has none."""
@@ -206,6 +221,11 @@ class Params(Section):
         imported = self.import_draft.checkpoints.items()
         return known | {name: DraftKind(source.builtin) for name, source in imported if source.builtin}
 
+    def list_served_engines(self) -> list[str]:
+        """Return the engines whose servers a stage measures: of benchmark_served and time_cycles, which start the same ones."""
+        served = self.benchmark_served
+        return list(dict.fromkeys([*(served.engines if served.workloads else ()), *self.time_cycles.served_engines]))
+
     def list_left_out_trees(self) -> list[LeftOutTree]:
         """Return the trees of benchmark and benchmark_served that are left out for a checkpoint that they don't run with."""
         return list(list_left_out_trees(self.benchmark, self.benchmark_served, self.drafts))
@@ -222,19 +242,14 @@ class Params(Section):
             return f"init_draft@{ROOT_CHECKPOINT}"
         return f"{'import' if checkpoint in self.import_draft.checkpoints else 'train'}_draft@{checkpoint}"
 
-    def have_same_shapes(self, checkpoint: str, other: str) -> bool:
-        """Return whether two checkpoints' drafts have the same shapes, as e000 and all EAGLE-3 drafts trained from it do, and as
-        the segments of one chain of a block draft.
+    def find_first_of_shapes(self, name: str) -> str:
+        """Return the checkpoint whose draft fixed the shapes of a checkpoint's: e000 those of all EAGLE-3 drafts trained from it,
+        an imported one its own, and of another method the first segment of a chain.
         """
         trained = self.train_draft.checkpoints
-
-        def find_first(name: str) -> str:
-            """Return the checkpoint that fixed a checkpoint's shapes: e000, an imported one, or another method's first."""
-            while name in trained and (trained[name].from_ in trained or trained[name].family.has_root):
-                name = trained[name].from_
-            return name
-
-        return find_first(checkpoint) == find_first(other)
+        while name in trained and (trained[name].from_ in trained or trained[name].family.has_root):
+            name = trained[name].from_
+        return name
 
 
 def load_params(path: Path = PARAMS_FILE, edited: bool = False) -> Params:

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -70,6 +70,8 @@ class Section(BaseModel):
         extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
 
+    OLD_KEYS: ClassVar[Mapping[str, str]] = {}  # of earlier versions, and what to write now
+
     @model_validator(mode="before")
     @classmethod
     def _has_known_keys(cls, given: Any) -> Any:
@@ -77,6 +79,10 @@ class Section(BaseModel):
         known = [field.alias or name for name, field in cls.model_fields.items()]
         if not isinstance(given, Mapping | cls):
             raise ValueError(f"expected a section with {', '.join(known)}, found {given!r:.200}")
+        if old := dict.fromkeys(
+            now for key, now in cls.OLD_KEYS.items() if isinstance(given, Mapping) and key in given
+        ):
+            raise ValueError("; ".join(old))
         if unknown := [str(key) for key in given if key not in known] if isinstance(given, Mapping) else []:
             named = ", ".join(f"{key}{suggest_name(key, known)}" for key in unknown)
             raise ValueError(f"unknown key {named}; known keys are {', '.join(known)}. Correct it, or leave it out")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 from pydantic import BaseModel
@@ -24,7 +24,7 @@ from stages.params.benchmark_sections import BenchmarkServer
 from stages.params.checks import TEMPLATES_FOLDER
 from stages.params.data_sections import SamplingServer
 from stages.params.draft_sections import TrainDraft
-from stages.params.engines import ENGINES, TORCH
+from stages.params.engines import ENGINES, TORCH, is_in_process
 from stages.params.families import FAMILIES, DraftFamily
 from stages.params.schema import Params, load_params
 from stages.params.section import PARAMS_FILE, RUN_PARAMS, get_named
@@ -49,6 +49,11 @@ class Declared:
     free: tuple[str, ...] = ()  # who computes, who watches, what is only checked: any value gives the same result
     paths: tuple[str, ...] = ()  # of the keys, those that may name a file or folder, whose bytes count
     items: tuple[str, ...] = ()  # what an instance is of, as in its name after the @
+    in_process: tuple[str, ...] = ()  # the keys in place of these, where its engine runs in the stage's own process
+
+    def list_keys(self, instance: "Instance") -> tuple[str, ...]:
+        """Return the keys whose values count for an instance."""
+        return self.in_process if self.in_process and is_in_process(instance.items["engine"]) else self.keys
 
 
 def _list_keys(section: str, model: type[BaseModel], but: str) -> tuple[str, ...]:
@@ -110,14 +115,15 @@ DECLARED = {
         ),
         free=(MAKERS,), items=("checkpoint",),
     ),
-    "time_trees": Declared(
-        (
+    "time_cycles": Declared(
+        ("target", *CELL_WORKLOAD, *(f"time_cycles.{key}" for key in ("workload", "trees", "accept_length")), SERVER),
+        free=SERVER_CONNECTION, items=("engine", "checkpoint"),
+        in_process=(
             *TORCH_KEYS,
-            *(f"time_trees.{key}" for key in (
-                "num_steps", "topk", "num_draft_tokens", "context", "warmup", "cycles", "repeats", "batches",
+            *(f"time_cycles.{key}" for key in (
+                "workload", "num_steps", "topk", "num_draft_tokens", "context", "warmup", "cycles", "repeats", "batches",
             )),
         ),
-        free=(MAKERS,), items=("checkpoint",),
     ),
     "prepare_prompts": Declared(
         (
@@ -150,16 +156,12 @@ DECLARED = {
         free=("benchmark_served.interleave", *(f"{SERVER}.{key}" for key in NOT_OF_BASELINES.split())),
         items=("engine", "workload"),
     ),
-    "serving_costs": Declared(
-        ("target", *CELL_WORKLOAD, "serving_costs", SERVER),
-        free=SERVER_CONNECTION, items=("engine", "workload"),
-    ),
     "report": Declared(
         (
             "report", "target.model", "target.dtype",
             *(f"benchmark.{key}" for key in ("workloads", "mode", "torch_workloads", "checkpoints", "trees", "draft_sampling")),
-            "benchmark_served", "serving_costs", "import_draft.checkpoints",
-            *(f"{stage}.checkpoints" for stage in ("init_draft", "train_draft", "replay_trees", "time_trees")),
+            "benchmark_served", "time_cycles", "import_draft.checkpoints",
+            *(f"{stage}.checkpoints" for stage in ("init_draft", "train_draft", "replay_trees")),
         ),
     ),
 }  # fmt: skip
@@ -170,10 +172,9 @@ FAMILY_PARTS = {
     "train_draft": ("files", "training"),
     "import_draft": ("files",),
     "replay_trees": ("files", "replay"),
-    "time_trees": ("files", "decoding"),
+    "time_cycles": ("files", "decoding"),
     "benchmark": ("files", "decoding"),
     "benchmark_served": ("files",),
-    "serving_costs": ("files",),
 }
 # What a stage shows of its work, by code of other stages.
 WATCHING_CODE = {"train_draft": {"stages/families/held_out.py"}}
@@ -210,12 +211,11 @@ def list_instances(params: Params) -> list[Instance]:
         "train_draft": [list(params.train_draft.checkpoints)],
         "import_draft": [list(params.import_draft.checkpoints)],
         "replay_trees": [params.replay_trees.checkpoints],
-        "time_trees": [params.time_trees.checkpoints],
+        "time_cycles": [list(params.time_cycles.engines), params.time_cycles.checkpoints],
         "prepare_prompts": [list(params.benchmark.workloads)],
         "benchmark": [params.benchmark.torch_workloads, params.benchmark.checkpoints, params.benchmark.trees],
         "benchmark_served": [engines, served.workloads, served.checkpoints, served.trees],
         "benchmark_served_baseline": [engines, served.workloads],
-        "serving_costs": [engines, params.serving_costs.workloads],
     }
     return [
         Instance(stage, dict(zip(declared.items, values, strict=True)))
@@ -238,10 +238,14 @@ def read_params(stage: str, *values: str) -> Params:
     maker = "init_draft" if stage == "check_overfit" else stage
     if maker in ("init_draft", "train_draft", "import_draft"):
         get_named(dict.fromkeys(getattr(params, maker).checkpoints), values[0], f"{maker}.checkpoints")
-    declared = DECLARED[stage]
-    keys = _fill_keys(params, instance, (*declared.keys, *declared.free))
-    found: Params = _restrict(params, keys)
-    return found
+    return restrict_params(params, instance)
+
+
+def restrict_params(params: Params, instance: Instance) -> Params:
+    declared = DECLARED[instance.stage]
+    return cast(
+        Params, _restrict(params, _fill_keys(params, instance, (*declared.list_keys(instance), *declared.free)))
+    )
 
 
 def _restrict(value: Any, keys: list[list[str]]) -> Any:
@@ -262,7 +266,7 @@ def _restrict(value: Any, keys: list[list[str]]) -> Any:
 
 def _fill_keys(params: Params, instance: Instance, keys: tuple[str, ...]) -> list[list[str]]:
     """Return the parts of the keys with the instance's names in their places; an engine's name may have a dot."""
-    names = dict(instance.items)
+    names = {"workload": params.time_cycles.workload, **instance.items}
     if instance.stage == "prepare_prompts":
         names["prompts"] = params.benchmark.workloads[names["workload"]].prompts
     return [[part.format(**names) for part in key.split(".")] for key in keys]
@@ -286,7 +290,7 @@ def list_values(params: Params, instance: Instance) -> dict[str, Any]:
     declared, values = DECLARED[instance.stage], _dump(params)
     free = list(map(".".join, _fill_keys(params, instance, declared.free)))
     found: dict[str, Any] = {}
-    for parts in _fill_keys(params, instance, declared.keys):
+    for parts in _fill_keys(params, instance, declared.list_keys(instance)):
         if (value := _get_value(values, parts)) is not ABSENT:
             found |= dict(_list_leaves(".".join(parts), value))
     return {key: found[key] for key in sorted(found) if not any(f"{key}.".startswith(f"{out}.") for out in free)}
@@ -363,7 +367,7 @@ def list_families(params: Params, instance: Instance) -> list[DraftFamily]:
     """Return the families of the drafts that an instance runs; all, where published files say which."""
     if instance.stage not in FAMILY_PARTS:
         return []
-    checkpoints, drafts = [instance.items.get("checkpoint", params.serving_costs.checkpoint)], params.drafts
+    checkpoints, drafts = [instance.items.get("checkpoint", "")], params.drafts
     if instance.stage == "check_overfit":
         checkpoints += params.train_draft.list_fresh_drafts()
     every = list(FAMILIES.values())

@@ -1,14 +1,15 @@
-"""The sections that list trees: replay_trees, time_trees."""
+"""The sections that list trees: replay_trees, time_cycles."""
 
 from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from stages.params.section import Count, Grid, Names, Positive, Section, _check_unique
+from stages.params.engines import CellEngine, is_in_process
+from stages.params.section import Count, Grid, Name, Names, Positive, Section, _check_unique
 from stages.params.tree_shape import SGLANG_SCORING, ScoringName, TreeShape, count_candidates, parse_shape
 
-MIN_TIMED_TREES = 8  # trees of time_trees: a fit without prompts of other requests has up to seven terms
+MIN_TIMED_TREES = 8  # points of a timing grid: a fit without prompts of other requests has up to seven terms
 
 
 TreeNames = Annotated[
@@ -78,38 +79,42 @@ class ReplayTrees(TreeGrid):
         return list(dict.fromkeys([*chains[-1:], largest]))
 
 
-class TimeTrees(TreeGrid):
-    """The timing grid of the torch engine: costs are predicted for trees within it."""
+class TimeCycles(TreeGrid):
+    """The timing grids of engines: docs/cost.md."""
 
+    engines: Annotated[list[CellEngine], AfterValidator(_check_unique)]  # each times all of the drafts; []: none
+    # a draft of each shape: its weights cost nothing, so e000 stands for every EAGLE-3 draft that is trained from it
+    checkpoints: Names
+    # of benchmark.workloads; of engines that serve, with ignore_eos or prompts: eval, and several of concurrency
+    workload: Name
+    # of the torch engine, as the next five: costs are predicted for trees within this grid
     num_steps: Grid = Field(default_factory=lambda: [1, 3, 6, 10])
     topk: Grid = Field(default_factory=lambda: [1, 2, 4])
-    num_draft_tokens: DraftTokens = Field(
-        default_factory=lambda: [2, 4, 8, 16, 32, 64]
-    )  # at topk 1 always num_steps + 1
+    # at topk 1 always num_steps + 1
+    num_draft_tokens: DraftTokens = Field(default_factory=lambda: [2, 4, 8, 16, 32, 64])
     context: Count = 1024  # tokens in the KV cache before the first timed cycle
     warmup: Annotated[int, Field(ge=0)] = 1  # untimed cycles of each tree in each repeat
     cycles: Count = 2  # timed cycles of each tree in each repeat
     repeats: Count = 5  # rounds over all trees at most (docs/cost.md); a tree's cost is the median of its cycles
     # sequences at once; [1, 4, 16, 64]: predicts speedups at these loads
     batches: Grid = Field(default_factory=lambda: [1])
+    # of engines that serve, which leave out what they can't run: the extremes of what you would launch, and others
+    trees: TreeNames = Field(default_factory=lambda: ["t3_1_4", "t8_1_9", "t3_4_8", "t5_4_16", "t8_3_32"])
+    # tokens that such an engine is told to accept in each cycle, the bonus token among them
+    accept_length: Annotated[float, Field(gt=1)] = 3.0
 
-    @model_validator(mode="after")
-    def has_enough_trees_for_a_fit(self) -> "TimeTrees":
-        count = len(self.list_trees())
-        if count < MIN_TIMED_TREES:
-            raise ValueError(
-                f"num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens {self.num_draft_tokens} make {count} trees, "
-                f"expected at least {MIN_TIMED_TREES} for a fit; write longer lists"
-            )
-        return self
+    @property
+    def served_engines(self) -> list[str]:
+        """Return the engines whose servers are timed."""
+        return [engine for engine in self.engines if self.checkpoints and not is_in_process(engine)]
 
-    def list_block_trees(self, checkpoint: str, num_drafts: int) -> list[TreeShape]:
-        """Return the trees that blocks of `num_drafts` drafts can grow. Raises ValueError where these are too few for a fit."""
+    def list_timed_trees(self, num_drafts: int | None = None) -> list[TreeShape]:
+        """Return the trees of the torch engine's grid, as `list_trees`. Raises ValueError where they are too few for a fit."""
         trees = self.list_trees(num_drafts)
         if len(trees) < MIN_TIMED_TREES:
+            which = f" no deeper than the {num_drafts} drafts of a block" if num_drafts else ""
             raise ValueError(
-                f"time_trees: {len(trees)} trees of num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens "
-                f"{self.num_draft_tokens} are no deeper than the {num_drafts} drafts of a block of {checkpoint}, expected "
-                f"at least {MIN_TIMED_TREES} for a fit; write more num_steps of at most {num_drafts}"
+                f"time_cycles.num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens {self.num_draft_tokens} make "
+                f"{len(trees)} trees{which}, expected at least {MIN_TIMED_TREES} for a fit; write longer lists"
             )
         return trees

@@ -33,7 +33,7 @@ LAUNCH_HEADINGS = (
 
 @dataclass(frozen=True)
 class CostPrediction:
-    costs: list[TimingGrid]  # the torch engine's, those of serving_costs
+    costs: list[TimingGrid]  # of all engines
     rows: list[PredictedSpeedup]
     known: list[PredictedSpeedup]  # the same, with measured speedups in the place of predicted ones
     launch: list[LaunchAdvice]
@@ -46,7 +46,7 @@ def predict_and_compare(
     lines: list[TableLine],
     replays: Mapping[str, list[ReplayedTree]],
     replayable: Collection[str],
-    same_shapes: Callable[[str, str], bool],
+    find_shapes: Callable[[str], str],
     temperatures: Iterable[float],
     draft_sampling: DraftSampling,
     describe_launch: DescribeLaunch,
@@ -54,7 +54,7 @@ def predict_and_compare(
 ) -> CostPrediction:
     """Return the predictions by every cost whose stage is not `doubted`, and how measured lines compare with them.
 
-    `replayable` are the workloads whose prompts were replayed; `same_shapes` compares the drafts of two checkpoints;
+    `replayable` are the workloads whose prompts were replayed; `find_shapes` returns the same of drafts of the same shapes;
     `temperatures` and `draft_sampling` are those of the torch engine's workloads (a served cost has its own); `describe_launch`
     as in prediction.choose_launches.
     """
@@ -65,7 +65,7 @@ def predict_and_compare(
     remarks: list[str] = []
     for timed in by_load.values():
         for checkpoint, trees in replays.items():
-            if nearest := _find_cost(checkpoint, timed, same_shapes):
+            if nearest := _find_cost(checkpoint, timed, find_shapes):
                 is_torch = is_in_process(nearest.engine)
                 drafts = draft_sampling if is_torch else nearest.draft_sampling
                 for temperature in temperatures if is_torch else [nearest.settings["temperature"]]:
@@ -75,14 +75,14 @@ def predict_and_compare(
     torch_costs = [cost for cost in costs if is_in_process(cost.engine)]
     remarks += [
         f"{name}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no flags; add "
-        "it to time_trees.checkpoints"
+        "it to time_cycles.checkpoints"
         for name in replays
-        if not _find_cost(name, torch_costs, same_shapes)
+        if not _find_cost(name, torch_costs, find_shapes)
     ]
 
     def find_cost(row: ResultRow) -> TimingGrid | None:
         load = (None, None) if row.in_turns else (row.workload, row.max_new_tokens)
-        return _find_cost(str(row.checkpoint), by_load.get((row.engine, *load), []), same_shapes)
+        return _find_cost(str(row.checkpoint), by_load.get((row.engine, *load), []), find_shapes)
 
     compared, left_out = prediction_check.compare_lines(lines, replays, find_cost)
     for reason, members in left_out.items():
@@ -94,10 +94,9 @@ def predict_and_compare(
     return CostPrediction(costs, rows, known, launch, compared, remarks)
 
 
-def _find_cost(checkpoint: str, costs: list[TimingGrid], same_shapes: Callable[[str, str], bool]) -> TimingGrid | None:
-    """Return the cost of the checkpoint, or of a draft of the same shapes; None without any."""
-    usable = [cost for cost in costs if cost.checkpoint == checkpoint or same_shapes(cost.checkpoint, checkpoint)]
-    return min(usable, key=lambda cost: cost.checkpoint != checkpoint, default=None)
+def _find_cost(checkpoint: str, costs: list[TimingGrid], find_shapes: Callable[[str], str]) -> TimingGrid | None:
+    """Return the cost of a draft of the checkpoint's shapes; None without any."""
+    return next((cost for cost in costs if find_shapes(cost.checkpoint) == find_shapes(checkpoint)), None)
 
 
 def _explain_left_out(

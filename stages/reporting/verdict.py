@@ -31,7 +31,7 @@ MAX_SETS = 8  # columns of the table of sets
 MAX_SOURCES = 20  # in the terminal
 NOTHING_TIMED = (
     "No speedup is known: no tree was timed or predicted; list trees in benchmark.trees, or a checkpoint in "
-    "time_trees.checkpoints"
+    "time_cycles.checkpoints"
 )
 NOTHING_SURE = "No speedup is known: no tree was measured, and the times that predictions rest on are doubtful"
 NOTHING_SERVED = "No speedup is known of what a serving engine runs; list other trees in benchmark.trees"
@@ -273,7 +273,7 @@ def judge_load(
         f"dvc repro -fs {best.stage} on an idle machine, or raise benchmark.workloads.{conditions.workload}.num_prompts"
     )
     return VerdictLine(
-        conditions, "noisy", NOISY, text, again if conditions.workload else "raise time_trees.repeats", best
+        conditions, "noisy", NOISY, text, again if conditions.workload else "raise time_cycles.repeats", best
     )
 
 

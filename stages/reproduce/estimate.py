@@ -358,27 +358,27 @@ class _Hours:
         b = self.p.benchmark
         cells, ways = len(b.checkpoints) * len(b.trees), 2 if b.mode == "both" else 1
         for name in b.torch_workloads:
-            workload = b.workloads[name]
-            seconds = workload.repeats * sum(self._list_load_seconds(True, workload))
+            seconds = sum(self._list_load_seconds(True, b.workloads[name]))
             derivation = f"{cells} cells * {ways} ways * {seconds:.0f} s of plain decoding"
             gpu_seconds = cells * ways * seconds * b.num_gpus_per_model
             # Prompts are divided over the copies of the target; the sum of GPU-seconds stays.
             self.result.add_hours(f"benchmark, {name}", gpu_seconds, derivation, b.num_gpus_total)
 
     def add_served_cells(self) -> None:
-        served, timed = self.p.benchmark_served, self.p.serving_costs
+        served, timed = self.p.benchmark_served, self.p.time_cycles
         cells = len(served.checkpoints) * len(served.trees) * (2 if served.interleave else 1)
-        stages = [("benchmark_served", name, cells) for name in served.workloads]
-        stages += [("benchmark_served_baseline", name, 1) for name in served.workloads]
-        stages += [("serving_costs", name, 1 + len(timed.trees)) for name in timed.workloads]
-        for engine, (stage, name, servers) in product(served.engines, stages):
-            workload, tp = self.p.benchmark.workloads[name], served.servers[engine].tp
-            load = workload.repeats * sum(self._list_load_seconds(False, workload))
+        grids = (1 + len(timed.trees)) * len(timed.checkpoints)
+        stages = [("time_cycles", grids, engine, timed.workload) for engine in timed.served_engines]
+        for kind, count in (("benchmark_served", cells), ("benchmark_served_baseline", 1)):
+            stages += [(kind, count, *pair) for pair in product(served.engines, served.workloads)]
+        for stage, servers, engine, name in stages:
+            tp = served.get_server(engine).tp
+            load = sum(self._list_load_seconds(False, self.p.benchmark.workloads[name]))
             derivation = f"{servers} servers * ({SERVER_START_S} s + {load:.0f} s of plain decoding)"
             self.result.add_hours(f"{stage}, {engine}, {name}", servers * (SERVER_START_S + load) * tp, derivation, tp)
 
     def _list_load_seconds(self, in_process: bool, workload: Workload) -> Iterator[float]:
-        """Yield the seconds of each load of a workload: plain decoding, or the time its arrivals take."""
+        """Yield the seconds of all repeats of each load of a workload: plain decoding, or the time its arrivals take."""
         for tokens, cap in workload.list_loads():
             prompts = workload.limit_prompts(cap) or _get_eval_rows(self.p)
             prompts *= 2 if workload.turns == "all" else 1  # as the questions of MT-bench have
@@ -387,7 +387,7 @@ class _Hours:
             context = (workload.input_tokens or 0) + tokens
             step = estimate_step(in_process, self.p, self.target, self.bandwidth, at_once, context)
             arriving = 0 if workload.request_rate == "inf" else prompts / workload.requests_per_second
-            yield max(prompts / at_once * tokens * step, arriving)
+            yield workload.repeats * max(prompts / at_once * tokens * step, arriving)
 
 
 def count_sampling_gpus(p: schema.Params) -> int:

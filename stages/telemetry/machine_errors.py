@@ -57,7 +57,7 @@ LESS_MEMORY = {
     "check_overfit": "a smaller init_draft.draft_vocab_size or train_draft.ttt_steps",
     "train_draft": "a smaller train_draft.batch_tokens (with more packs_per_step the steps stay as large), or parallel: fsdp",
     "replay_trees": "a smaller replay_trees.memory_gib",
-    "time_trees": "a smaller time_trees.context or largest num_draft_tokens",
+    "time_cycles": "a smaller time_cycles.context or largest num_draft_tokens, of a server a smaller mem_fraction",
     "benchmark": "a smaller concurrency or max_new_tokens of the workload, or a larger benchmark.num_gpus_per_model",
     "benchmark_served": "a smaller benchmark_served.servers.*.mem_fraction or max_batch",
 }

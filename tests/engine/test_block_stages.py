@@ -1,4 +1,4 @@
-"""benchmark and time_trees on a block checkpoint of a tiny target, and what can't be measured with it."""
+"""benchmark and time_cycles on a block checkpoint of a tiny target, and what can't be measured with it."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages import benchmark, prepare_prompts, time_trees
+from stages import benchmark, prepare_prompts, time_cycles
 from stages.cells import timing_grid
 from stages.cells.table import TableLine
 from stages.draft import checkpoint
@@ -17,7 +17,7 @@ from stages.target import manifest
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import METHOD_OPTIONS, SEGMENT_KEYS, random_block_draft
 from tests.talking import TREES, WORKLOADS
-from tests.test_time_trees import GRID
+from tests.test_time_cycles import GRID, write_contexts
 from tests.torch_cells import read_line
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,8 +49,7 @@ def name_checkpoint(project: Path, method: str, **benchmarked: Any) -> None:
             "replay_trees": {"checkpoints": ["e003"]},
             "benchmark": {"checkpoints": ["block"], "trees": TREES, **benchmarked},
             "benchmark_served": {"workloads": []},
-            "serving_costs": {"workloads": []},
-            "time_trees": GRID,
+            "time_cycles": GRID,
         },
     )
 
@@ -119,10 +118,11 @@ def test_the_grid_of_a_block_checkpoint(project: Path) -> None:
     """Trees of the grid deeper than the block are left out."""
     depth = write_draft("dspark").config.num_drafts
     name_checkpoint(project, "dspark")
-    edit_params(project, {"time_trees": {"checkpoints": ["block"], "num_steps": [1, 3, 4, 6], "topk": [1, 2]}})
-    time_trees.main("block")
-    trees = schema.load_params().time_trees.list_trees()
+    edit_params(project, {"time_cycles": {"checkpoints": ["block"], "num_steps": [1, 3, 4, 6], "topk": [1, 2]}})
+    write_contexts()
+    time_cycles.main("torch", "block")
+    trees = schema.load_params().time_cycles.list_trees()
     shallow = [(tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in trees if tree.num_steps <= depth]
-    found = timing_grid.read_timing_grid("block", "tiny")["grid"]
+    found = timing_grid.read_grids("torch", "block", "tiny")[0].grid
     assert [(row["num_steps"], row["topk"], row["num_draft_tokens"]) for row in found] == shallow
     assert (depth, 1, depth + 1) in shallow and len(shallow) < len(trees)

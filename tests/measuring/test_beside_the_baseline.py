@@ -12,8 +12,7 @@ from stages import benchmark_served
 from stages.cells.cell import Cell
 from stages.engines import gpu_memory, server
 from stages.engines.protocol import ServerSetup
-from stages.measuring import measured_server, measurement_lock, repeats
-from stages.measuring.measured_server import MeasuredServer
+from stages.measuring import measurement_lock, repeats
 from stages.measuring.server_setup import ServedWorkload
 from stages.params.benchmark_sections import Workload
 from tests.conftest import EVAL, edit_params
@@ -83,11 +82,10 @@ def make_work(base_urls: dict[str, str] | None = None, **changes: Any) -> Served
 def test_two_servers_start_at_once_on_a_gpu_of_which_a_little_is_used() -> None:
     """Bug: two servers of mem_fraction 0.5 asked for a GPU of which all is free, and a driver always uses some MiB."""
     work = make_work(mem_fraction=0.5, max_total_tokens=100)
-    servers = [MeasuredServer(work, "baseline"), MeasuredServer(work, "drafts")]
     assert work.can_start_together() and work.count_servers_at_once() == 2
-    measured_server.check_memory(work, work.setup, servers, [gpu_memory.GpuMemory("H200", 0.02, 140.4)])
+    gpu_memory.check_free_memory([gpu_memory.GpuMemory("H200", 0.02, 140.4)], work.setup.mem_fraction)
     with pytest.raises(ValueError, match=r"another process holds 90\.0 GiB"):
-        measured_server.check_memory(work, work.setup, servers, [gpu_memory.GpuMemory("H200", 90.0, 140.4)])
+        gpu_memory.check_free_memory([gpu_memory.GpuMemory("H200", 90.0, 140.4)], work.setup.mem_fraction)
 
 
 def test_two_servers_that_do_not_fit_are_started_for_each_turn(

@@ -134,7 +134,7 @@ HARMLESS = {
     "benchmark_served.servers.*.vision_patch",
     "schedule.stages.*.exclusive",
     # names of trees, which Tree.parse reads whole
-    *(f"{section}.trees" for section in ("benchmark", "benchmark_served", "serving_costs")),
+    *(f"{section}.trees" for section in ("benchmark", "benchmark_served", "time_cycles")),
     "replay_trees.trace_trees",
 }
 

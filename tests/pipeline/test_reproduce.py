@@ -105,7 +105,7 @@ def test_what_is_not_here_is_named_with_the_command_that_gets_it_before_anything
             "run: aerie fetch angelslim-qwen3-1.7b"
             for name in ("alpaca", "gsm8k", "humaneval", "mt_bench")
         ),
-        r"benchmark_served.engines, vllm: vllm is neither in serving-env/ nor on the PATH; run: make serving-env ENGINE=vllm",
+        r"benchmark_served or time_cycles, vllm: vllm is neither in serving-env/ nor on the PATH; run: make serving-env",
         r"GPUs: none, expected 1 for target.device cuda; run on a machine with 1 or more",
     ]
     with pytest.raises(SystemExit) as refused:

@@ -29,7 +29,7 @@ from tests.torch_cells import timed_cell
 Row = dict[str, Any]
 SPENT = [
     "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft@e000", "check_overfit@e000", "train_draft@e003",
-    "train_draft@e009", "replay_trees@e003", "replay_trees@e009", "time_trees@e000", "prepare_prompts@eval",
+    "train_draft@e009", "replay_trees@e003", "replay_trees@e009", "time_cycles@torch-e000", "prepare_prompts@eval",
 ]  # fmt: skip
 PLOTS = 7 + 3  # the last three of latencies
 PICTURE = '<svg role="img"'  # each has a second one over it, of its points
@@ -101,7 +101,7 @@ def make_up_results(p: schema.Params) -> None:
             "checkpoint": checkpoint, "from": segment.from_, "epochs": epochs, "seconds": 12.5, "weights": "ab" * 32,
         }  # fmt: skip
         atomic.write_json(Path(f"results/train/{checkpoint}.json"), done)
-    timing_grid.write_timing_grid(costs.made_up(model=p.target.model))
+    timing_grid.write_grids([costs.made_up(model=p.target.model)])
     make_up_spent(*SPENT)
     for stage, (name, _) in report.STAGE_REPORTS.items():
         atomic.write_json(Path(f"results/{name}.json"), _made_up_report(stage))

@@ -57,19 +57,19 @@ def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: sc
 def simulate(
     engine: str = "sglang", trees: tuple[str, ...] = CHAINS, caps: tuple[int, ...] = (1, 8, 32)
 ) -> timing_grid.TimingGrid:
-    """Write what serving_costs would have timed of workload `load` on an engine."""
+    """Write what time_cycles would have timed of workload `load` on an engine."""
     workload = {**EVAL, "prompts": "random", "input_tokens": 64, "ignore_eos": True, "num_prompts": 64}
     workload |= {"concurrency": [*caps]}
     edit_params(Path(), {"benchmark": {"workloads": {"eval": EVAL, "load": workload}}})
     make_up_spent("prepare_prompts@load")
-    edit_params(Path(), {"serving_costs": {"workloads": ["load"], "trees": [*trees]}})
+    edit_params(Path(), {"time_cycles": {"engines": ["torch", engine], "workload": "load", "trees": [*trees]}})
     points = costs.grid([TreeShape.parse(tree) for tree in trees], caps)
     plain = [{"batch": cap, "step_s": plain_s(cap), "error": 0.005, "samples": 10} for cap in caps]
     grid = costs.made_up(
         engine=engine, workload="load", max_new_tokens=100, points=points, plain=plain,
         settings={"context": 100, "repeats": 2, "temperature": 0.0, "simulated_accept_length": 3.0},
     )  # fmt: skip
-    timing_grid.write_serving_costs("load", [grid])
+    timing_grid.write_grids([grid])
     return grid
 
 
@@ -93,14 +93,14 @@ def test_the_advised_command_is_the_measured_one(
     name = made_up_block_draft.NAME
     if family != "eagle3":
         made_up_block_draft.add_block_draft(project)
-        edit_params(Path(), {"time_trees": {"checkpoints": ["e000", name]}})
-        timing_grid.write_timing_grid(costs.made_up(name, draft=CONFIGS[family]))
+        edit_params(Path(), {"time_cycles": {"checkpoints": [name]}})
+        timing_grid.write_grids([costs.made_up(name, draft=CONFIGS[family])])
     edit_params(Path(), {"benchmark_served": {"engines": [engine]}})
-    simulated = simulate(engine)
+    simulated = simulate(engine, caps=(1, 2, 4, 8, 12, 16, 24, 32))
     if family == "eagle3":
-        timing_grid.write_timing_grid(costs.made_up(draft=CONFIGS[family]))
+        timing_grid.write_grids([costs.made_up(draft=CONFIGS[family])])
     else:
-        timing_grid.write_serving_costs("load", [simulated.model_copy(update={"checkpoint": name})])
+        timing_grid.write_grids([simulated.model_copy(update={"checkpoint": name})])
     report.main()
     advised = next(row for row in prediction.read_launch() if row.flags)
     name = advised.checkpoint
@@ -138,10 +138,10 @@ def test_a_grid_that_was_timed_beside_other_work_advises_nothing(
         Path(), {"benchmark": {"torch_workloads": []}, "benchmark_served": {"workloads": ["eval"], "checkpoints": []}}
     )
     write_cell(served_cell("eval", points=[point(200, 64, 0.02, repeats=3)]))
-    timing_grid.write_timing_grid(costs.made_up().model_copy(update=odd))
+    timing_grid.write_grids([costs.made_up().model_copy(update=odd)])
     report.main()
     printed = capsys.readouterr().out
     assert bool(table(PredictedSpeedup.TABLE)) == (not reason) == printed.startswith("Launch")
-    command = "again: dvc repro -fs time_trees@e000"
+    command = "again: dvc repro -fs time_cycles@torch-e000"
     assert (f"! the timing grid of e000 (torch) predicts nothing: {reason}; {command}" in printed) == bool(reason)
     assert (command in words(report.PAGE_FILE.read_text())) == bool(reason)

@@ -1,8 +1,8 @@
-"""Predictions of serving_costs beside served cells that no grid was fitted to.
+"""Predictions of time_cycles beside served cells that no grid was fitted to.
 
-    python -m benchmarks.serving_costs [PROJECT] [--checkpoint e009]
+    python -m benchmarks.served_predictions [PROJECT] [--checkpoint e009]
 
-PROJECT has run `benchmark_served` and `serving_costs` on the same workloads and one machine, as `benchmarks/big_graph.py --costs`
+PROJECT has run `benchmark_served` and `time_cycles` on the same workload and one machine, as `benchmarks/big_graph.py --costs`
 does. For each served cell and concurrency: the speedup of decoding as measured, and as predicted from replay's tau and the
 grid's costs. Then, for each load, whether the served tree that is predicted to be the fastest is the fastest, or within 3% of
 it. Cells that can't be compared are left out and named, each with its reason: outside the grid, not replayed, of another machine.
@@ -28,15 +28,16 @@ def main(checkpoint: str | None = None) -> None:
     p = schema.load_params()
     checkpoint = checkpoint or p.benchmark_served.checkpoints[0]
     engine, served = p.benchmark_served.engines[0], p.benchmark_served
-    names = p.serving_costs.workloads
-    grids = [grid for name in names for grid in timing_grid.read_serving_costs(engine, name, p.target.model)]
+    timed = p.time_cycles.checkpoints
+    grids = [grid for name in timed for grid in timing_grid.read_grids(engine, name, p.target.model)]
     replays = {checkpoint: replay_records.read_replay(checkpoint)}
     cells = [cell for name in served.workloads for cell in read_cells(engine, name, checkpoint, served.trees)]
     lines = table.join_lines(cells, replays, served.workloads)
 
     def find_cost(row: ResultRow) -> TimingGrid | None:
         of_load = [grid for grid in grids if (grid.workload, grid.max_new_tokens) == (row.workload, row.max_new_tokens)]
-        return next((grid for grid in of_load if p.have_same_shapes(grid.checkpoint, str(row.checkpoint))), None)
+        shapes = p.find_first_of_shapes(str(row.checkpoint))
+        return next((grid for grid in of_load if p.find_first_of_shapes(grid.checkpoint) == shapes), None)
 
     compared, left_out = prediction_check.compare_lines(lines, replays, find_cost)
     if not compared:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from stages import time_trees
+from stages import time_cycles
 from stages.cells import cost_fit, timing_grid
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, RequestUpdate
+from stages.engines import torch_cycles
 from stages.params import schema
+from stages.prompts import workload_prompts
 from tests.conftest import edit_params
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -20,6 +22,13 @@ GRID = {
     "num_steps": [1, 3, 6], "topk": [1, 2], "num_draft_tokens": [2, 4, 8], "context": 16, "warmup": 1, "cycles": 2,
     "repeats": 3, "batches": [1],
 }  # fmt: skip
+PROMPTS = [[5 + (7 * n) % 40 for n in range(start, start + 12)] for start in (0, 12)]
+
+
+def write_contexts() -> None:
+    """Write the prompts that contexts are made of."""
+    prompts = [workload_prompts.WorkloadPrompt(str(n), ids) for n, ids in enumerate(PROMPTS)]
+    workload_prompts.write_prompts("eval", prompts, [])
 
 
 @pytest.fixture
@@ -29,17 +38,18 @@ def project(talking_project: Path) -> Path:
     Path("drafts").unlink()
     Path("copied").rename("drafts")
     Path("drafts/e003").rename("drafts/e000")
-    edit_params(talking_project, {"time_trees": GRID})
+    edit_params(talking_project, {"time_cycles": GRID})
+    write_contexts()
     return talking_project
 
 
 def test_every_tree_of_the_grid_has_a_cost(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time_trees, "_is_precise", lambda grid: False)
-    time_trees.main("e000")
-    found = timing_grid.read_timing_grid("e000", "tiny")
-    trees = schema.load_params().time_trees.list_trees()
+    monkeypatch.setattr(torch_cycles, "_is_precise", lambda *_: False)
+    time_cycles.main("torch", "e000")
+    found = timing_grid.read_grids("torch", "e000", "tiny")[0]
+    trees = schema.load_params().time_cycles.list_trees()
     assert [(r["num_steps"], r["topk"], r["num_draft_tokens"]) for r in found["grid"]] == [
         (t.num_steps, t.topk, t.num_draft_tokens) for t in trees
     ]
@@ -50,12 +60,12 @@ def test_every_tree_of_the_grid_has_a_cost(
     assert found["draft"] == json.loads(Path("drafts/e000/draft/config.json").read_text())
     assert found["settings"] == GRID | {"dtype": "float32", "tree_scoring": "sglang"}
     assert (found["target"][0], found["hardware"]["threads"]) == ("tiny", 1)
-    assert capsys.readouterr().out.startswith("10 trees in ")
+    assert capsys.readouterr().out.startswith("torch: 10 cycles timed in ")
 
 
 def test_several_sequences_are_timed_at_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each timed pass all of them advance, and a batch has costs of its own."""
-    edit_params(project, {"time_trees": {"batches": [1, 3]}})
+    edit_params(project, {"time_cycles": {"batches": [1, 3]}})
     started, passes, real = list[Any](), list[set[int]](), Engine.decode_batch
 
     def note(engine: Engine, requests: list[DecodeRequest], slots: int, tree: Any) -> Iterator[list[RequestUpdate]]:
@@ -65,14 +75,17 @@ def test_several_sequences_are_timed_at_once(project: Path, monkeypatch: pytest.
             yield update
 
     monkeypatch.setattr(Engine, "decode_batch", note)
-    time_trees.main("e000")
-    found = timing_grid.read_timing_grid("e000", "tiny")
-    trees = schema.load_params().time_trees.list_trees()
+    time_cycles.main("torch", "e000")
+    found = timing_grid.read_grids("torch", "e000", "tiny")[0]
+    trees = schema.load_params().time_cycles.list_trees()
     assert [(row.shape, row.batch) for row in found.grid] == [(tree, batch) for batch in (1, 3) for tree in trees]
     assert [plain.batch for plain in found.plain] == [1, 3] and len(started) == 2 * 3 * (len(trees) + 1)
+    contexts = torch_cycles.build_prompts(schema.load_params().time_cycles, image_token=PROMPTS[0][1])
+    whole = [token for ids in PROMPTS for token in ids if token != PROMPTS[0][1]]
+    assert [token for ids in contexts for token in ids] == [*whole, *whole, *whole][
+        : 3 * 16
+    ]  # after the last the first
     assert passes.count({0, 1, 2}) == 3 * 3 * (len(trees) + 7)  # rounds of 1 + 2 passes, plain ones 7 times as many
-    whole = time_trees._build_prompts(24, 1, None)[0]  # all there is
-    assert [one for prompt in time_trees._build_prompts(16, 3, None) for one in prompt] == [*whole, *whole]
 
 
 def test_no_end_token_stops_the_clock(project: Path) -> None:
@@ -82,21 +95,20 @@ def test_no_end_token_stops_the_clock(project: Path) -> None:
     Path("artifacts").unlink()
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(made | {"eos_token_ids": list(range(made["vocab_size"]))}))
-    time_trees.main("e000")
-    assert all(row["samples"] == 6 for row in timing_grid.read_timing_grid("e000", "tiny")["grid"])
+    time_cycles.main("torch", "e000")
+    assert all(row["samples"] == 6 for row in timing_grid.read_grids("torch", "e000", "tiny")[0]["grid"])
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"context": 25}, r"answers of 24 tokens in all, expected 25 \(time_trees.context\); lower it"),
         (
             {"cycles": 100000},
-            r"time_trees needs \d+ positions .*, the target holds \d+; lower time_trees.context or cycles",
-        ),
+            r"time_cycles needs \d+ positions .*, the target holds \d+; lower time_cycles.context or cycles",
+        )
     ],
 )
 def test_what_can_not_be_timed_is_refused(project: Path, keys: dict[str, int], message: str) -> None:
-    edit_params(project, {"time_trees": keys})
+    edit_params(project, {"time_cycles": keys})
     with pytest.raises(ValueError, match=message):
-        time_trees.main("e000")
+        time_cycles.main("torch", "e000")

@@ -1,4 +1,4 @@
-"""serving_costs: against the tests' double of SGLang and vLLM, whose simulated cycles take a known time."""
+"""time_cycles of servers: against the tests' double of SGLang and vLLM, whose simulated cycles take a known time."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages import serving_costs
+from stages import time_cycles
 from stages.cells import timing_grid
 from stages.cells.timing_grid import TimingGrid
 from stages.engines import cell_engine, registry
@@ -33,7 +33,13 @@ def load(project: Path) -> Path:
         project,
         {
             "benchmark": {"workloads": {"eval": EVAL, "load": LOAD}},
-            "serving_costs": {"workloads": ["load"], "checkpoint": "e003", "trees": TREES, "accept_length": 2.5},
+            "time_cycles": {
+                "engines": ["sglang"],
+                "checkpoints": ["e003"],
+                "workload": "load",
+                "trees": TREES,
+                "accept_length": 2.5,
+            },
         },
     )
     prompts = [
@@ -54,8 +60,8 @@ def compute_floor(grid: TimingGrid) -> list[tuple[float, float]]:
 
 def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_params(load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "max_new_tokens": [8, 16]}}}})
-    serving_costs.main("sglang", "load")
-    short, long = timing_grid.read_serving_costs("sglang", "load", "builtin/weather-tiny")
+    time_cycles.main("sglang", "e003")
+    short, long = timing_grid.read_grids("sglang", "e003", "builtin/weather-tiny")
     assert (short.max_new_tokens, long.max_new_tokens) == (8, 16)
     for grid in (short, long):
         assert [(c.shape.name, c.batch) for c in grid.grid] == [(tree, batch) for tree in TREES for batch in (1, 2)]
@@ -65,9 +71,11 @@ def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixt
     assert all(found > floor for floor, found in compute_floor(long))
     cycle_times = {c.shape.name: c.cycle_s for c in long.grid if c.batch == 1}
     assert cycle_times["t6_4_32"] > cycle_times["t2_1_3"]
-    with pytest.raises(ValueError, match=r"has timed drafts of the target builtin/weather-tiny, expected other"):
-        timing_grid.read_serving_costs("sglang", "load", "other")
-    text = timing_grid.locate_timing_grid("sglang", "load").read_text()
+    with pytest.raises(
+        ValueError, match=r"has timed the draft e003 of the target builtin/weather-tiny, expected e003 of other"
+    ):
+        timing_grid.read_grids("sglang", "e003", "other")
+    text = timing_grid.locate_grids("sglang", "e003").read_text()
     assert '"tau' not in text and not list(Path("results/cells").glob("*"))
     printed = capsys.readouterr().out
     assert "acceptance simulated" in printed and "tau" not in printed
@@ -75,12 +83,12 @@ def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixt
     assert (
         line.startswith("warning: baseline, 8 tokens, concurrency 2 and ") and "0 requests warmed the server up" in line
     )
-    assert not list(Path(".scratch").glob("serving_costs-*"))
+    assert not list(Path(".scratch").glob("time_cycles-*"))
 
 
 def check_arrivals() -> None:
     """A workload of one length is measured at a quarter of it too; one request at a time is never interrupted."""
-    (grid,) = timing_grid.read_serving_costs("sglang", "load", "builtin/weather-tiny")
+    (grid,) = timing_grid.read_grids("sglang", "e003", "builtin/weather-tiny")
     assert grid.max_new_tokens == 20 and len(grid.fit.left_out_s) == 2 * len(grid.grid) == 16
     assert len(grid.other_lengths) == 8  # a quarter as long, fitted with the others
     read = {(c.shape.name, c.batch): c.arrivals.per_step for c in grid.grid}
@@ -110,7 +118,7 @@ def test_answers_of_a_server_that_simulates(
         load,
         {
             "benchmark": {"workloads": {"eval": EVAL, "load": keys}},
-            "serving_costs": {"trees": [*TREES, *VLLM_TREES[:1], *VLLM_TREES[2:], "t7_1_8"]},
+            "time_cycles": {"trees": [*TREES, *VLLM_TREES[:1], *VLLM_TREES[2:], "t7_1_8"]},
         },
     )
     rows = [workload_prompts.WorkloadPrompt(str(n), [5, 6], answer_tokens=count) for n, count in enumerate((7, 30, 90))]
@@ -132,42 +140,43 @@ def test_answers_of_a_server_that_simulates(
     assert (plain.max_tokens, plain.ignore_eos) == (lengths[0], keys["ignore_eos"])
 
 
-def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_left(
-    load: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A machine that is slower for a while then slows one repeat of a load on all servers, not all loads of one server."""
-    edit_params(load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "repeats": 2}}}})
-    monkeypatch.setattr(ServedWorkload, "count_servers_at_once", lambda _: 9)
-    run, turns = repeats.run_load, []
-
-    def fall(server: MeasuredServer, of: Any, repeat: int) -> None:
-        turns.append((server.name, of, repeat))
-        if len(turns) == 27:
-            raise KeyboardInterrupt
-        run(server, of, repeat)
-
-    monkeypatch.setattr(repeats, "run_load", fall)
-    with pytest.raises(KeyboardInterrupt):
-        serving_costs.main("sglang", "load")
-    scratch.remove_scratch(
-        scratch.locate_scratch("serving_costs-sglang-eval")
-    )  # bug: another workload's took this one's away
-    serving_costs.main("sglang", "load")
-    names = ["baseline", *(f"e003-{tree}" for tree in TREES)]
-    expected = [
+def list_turns(names: list[str]) -> list[tuple[str, tuple[int, int], int]]:
+    """Return what is measured on servers that are open together; the baseline has no load of the shorter answers."""
+    return [
         (name, of, repeat)
         for repeat in (0, 1)
         for index, of in enumerate([(20, 1), (20, 2), (5, 1), (5, 2)])
         for name in (names if (repeat + index) % 2 == 0 else names[::-1])
         if of[0] == 20 or name != "baseline"
     ]
-    assert turns[:27] == expected[:27] and turns[27:] == expected[26:]
-    printed = capsys.readouterr().out
-    for name in names:
-        measured, of_server = (sum(turn[0] == name for turn in turn_list) for turn_list in (expected[:26], expected))
-        assert f"{name}: {measured} of {of_server} loads were measured before" in printed
+
+
+def test_servers_take_turns_and_a_killed_run_goes_on_with_the_servers_that_are_left(
+    load: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that is slower for a while then slows one repeat of a load on all servers, not all loads of one server."""
+    edit_params(load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "repeats": 2}}}})
+    monkeypatch.setattr(ServedWorkload, "count_servers_at_once", lambda _: 2)
+    names = ["baseline", *(f"e003-{tree}" for tree in TREES)]
+    first, *others = (list_turns(names[start : start + 2]) for start in (0, 2, 4))
+    run, turns = repeats.run_load, []
+
+    def fall(server: MeasuredServer, of: Any, repeat: int) -> None:
+        turns.append((server.name, of, repeat))
+        if len(turns) == len(first) + 3:
+            raise KeyboardInterrupt
+        run(server, of, repeat)
+
+    monkeypatch.setattr(repeats, "run_load", fall)
+    with pytest.raises(KeyboardInterrupt):
+        time_cycles.main("sglang", "e003")
+    # Bug: another's took this one's away.
+    scratch.remove_scratch(scratch.locate_scratch("time_cycles-sglang-e009"))
+    time_cycles.main("sglang", "e003")
+    assert turns == [*first, *others[0][:3], *others[0], *others[1]]
+    assert "resumed: 2 of 5 servers were measured before" in capsys.readouterr().out
     check_arrivals()
-    (grid,) = timing_grid.read_serving_costs("sglang", "load", "builtin/weather-tiny")
+    (grid,) = timing_grid.read_grids("sglang", "e003", "builtin/weather-tiny")
     assert {cycle.samples for cycle in grid.grid} == {step.samples for step in grid.plain} == {2}
 
 
@@ -184,23 +193,23 @@ def test_vllm_simulates_by_its_speculative_config() -> None:
 
 def test_a_server_that_does_not_accept_as_told_is_refused(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that passes over the setting would be timed at the draft's own tau, and the file would say another."""
-    edit_params(load, {"serving_costs": {"accept_length": 2.9}})
-    timing_grid.locate_timing_grid("sglang", "load").unlink(missing_ok=True)  # of another test
+    edit_params(load, {"time_cycles": {"accept_length": 2.9}})
+    timing_grid.locate_grids("sglang", "e003").unlink(missing_ok=True)  # of another test
     monkeypatch.setattr(SGLang, "simulate_acceptance", lambda *words: (words[-1], {"SGLANG_SIMULATE_ACC_LEN": "1.5"}))
     with pytest.raises(ValueError, match=r"e003-t2_1_3: 1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
-        serving_costs.main("sglang", "load")
-    assert not timing_grid.locate_timing_grid("sglang", "load").exists()
+        time_cycles.main("sglang", "e003")
+    assert not timing_grid.locate_grids("sglang", "e003").exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ignore_eos": False}, r"benchmark.workloads.load.ignore_eos is False, expected true: simulated answers have no end"),
-        ({"request_rate": 8.0}, r"request_rate is 8.0, expected inf"),
-        ({"concurrency": None}, r"load.concurrency has null or the same number twice"),
-        ({"concurrency": [2, 2]}, r"expected different numbers"),
-        ({"concurrency": 1}, r"has 4 trees, and .*, expected at least 8 pairs.*; name more trees"),
-        ({"num_prompts": [1, 2], "concurrency": [1, 4]}, r"sends 2 prompts at concurrency 4, expected 4 or more"),
+        ({"ignore_eos": False}, r"workloads.load has ignore_eos False, .* expected true .or prompts: eval., inf and false"),
+        ({"request_rate": 8.0}, r"request_rate 8.0 and grade False, expected true"),
+        ({"concurrency": None}, r"sends 3 prompts at concurrency .None., expected different"),
+        ({"concurrency": [2, 2]}, r"at concurrency .2, 2., expected different numbers"),
+        ({"concurrency": 1}, r"4 pairs of a tree that sglang runs with e003 .*, expected at least 8 for a fit; name more"),
+        ({"num_prompts": [1, 2], "concurrency": [1, 4]}, r"concurrency .1, 4., expected .* as many prompts"),
     ],
 )  # fmt: skip
 def test_a_workload_whose_cycles_say_nothing_is_refused(changes: dict[str, Any], message: str, load: Path) -> None:
