@@ -15,17 +15,13 @@ from stages.cells.cell import RAN, Cell, locate_cell
 from stages.params import schema
 from stages.params.engines import is_in_process
 from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
-from stages.published import agreement, comparison
+from stages.published import comparison
 from stages.published import tables as published
 from stages.published.tables import MEAN_DATASET, UNKNOWN, PublishedRow
 from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 
 REPRODUCE_FOLDER = Path("results/reproduce")
-COMPARISON_COLUMNS = (
-    "publication", "table", "label", "draft", "dataset", "temperature", "tree", "metric", "unit", "published", "ours", "spread",
-    "no_interval", "ratio", "tolerance", "verdict", "why", "taken", "cell",
-)  # fmt: skip
 PLAIN_METHOD = "plain"  # the method of published baselines
 SHOWN_COLUMNS = ("draft", "dataset", "T", "tree", "metric", "published", "ours", "ratio", "tolerance", "verdict")
 
@@ -39,7 +35,8 @@ def main(recipe_file: str, params_file: str) -> None:
         )
     comparisons, left_out = match_published_numbers(recipe, p.target.model, published.read_publications())
     text = build_page(name, recipe, comparisons, left_out)
-    atomic.write_csv(REPRODUCE_FOLDER / f"{name}.csv", COMPARISON_COLUMNS, map(_build_csv_row, comparisons))
+    rows = list(map(_build_csv_row, comparisons))
+    atomic.write_csv(REPRODUCE_FOLDER / f"{name}.csv", tuple(rows[0]) if rows else (), rows)
     atomic.write_text(REPRODUCE_FOLDER / f"{name}.md", text)
     print(*text.split("\n"), sep="\n")
 
@@ -48,7 +45,7 @@ def main(recipe_file: str, params_file: str) -> None:
 
 
 def match_published_numbers(
-    recipe: Recipe, model: str, publications: dict[str, published.Publication]
+    recipe: Recipe, model: str, publications: dict[str, list[PublishedRow]]
 ) -> tuple[list[comparison.PublishedComparison], Counter[str]]:
     """Return every comparison, and how many numbers have no cell, by reason. Raises ValueError for an unknown publication."""
     comparisons: list[comparison.PublishedComparison] = []
@@ -58,7 +55,7 @@ def match_published_numbers(
             raise ValueError(f"recipe.beside: {name} is no publication, expected one of {', '.join(publications)}")
         matches = list(group)
         targets = {match.rows["target"] for match in matches}
-        for row in publications[name].rows:
+        for row in publications[name]:
             if row.setting.target not in targets:
                 continue
             setting = row.setting.model_dump().items()
@@ -75,7 +72,7 @@ def match_published_numbers(
                 left_out[f"{row.metric} ({row.where}): its tree isn't stated"] += 1
             else:
                 comparisons.append(_build_comparison(row, match, measure, recipe, model))
-    return agreement.add_agreement(comparisons), left_out
+    return comparison.add_agreement(comparisons), left_out
 
 
 def _choose_measure(match: PublishedMatch, row: PublishedRow) -> str:
@@ -83,11 +80,12 @@ def _choose_measure(match: PublishedMatch, row: PublishedRow) -> str:
     if row.metric not in match.assumed_definitions:
         return match.measures.get(row.metric, row.metric)
     measure = match.assumed_definitions[row.metric]
-    if row.definition != UNKNOWN or measure not in comparison.MEANINGS:
+    known = [name for name, one in comparison.MEASURES.items() if one.meaning]
+    if row.definition != UNKNOWN or measure not in known:
         found = f"defined there as {row.definition}" if row.definition != UNKNOWN else f"assumed to be {measure}"
         raise ValueError(
             f"recipe.beside: assumed_definitions.{row.metric} of {match.publication} is {found}, expected a metric without a "
-            f"definition, and one of {', '.join(comparison.MEANINGS)}; correct it, or name its measure in measures"
+            f"definition, and one of {', '.join(known)}; correct it, or name its measure in measures"
         )
     return measure
 
@@ -100,7 +98,7 @@ def _build_comparison(
     row = replace(row, setting=row.setting.model_copy(update=assumed))
     name, cell, baseline = _find_cells(match.cells, row.setting.tree)
     obstacles = list(_list_substitutes(row, recipe, model))
-    own = comparison.measure_cell(measure, cell, baseline) if cell else None
+    own = comparison.MEASURES[measure].find(cell, baseline) if cell else None
     if cell:
         obstacles += comparison.list_obstacles(row, cell, row.metric in {*match.measures, *match.assumed_definitions})
         if cell.status != RAN:
@@ -115,7 +113,7 @@ def _build_comparison(
         relative_tolerance=recipe.tolerance.get(row.metric, 0.0),
         assumptions=tuple(f"{key} {value}, which isn't stated" for key, value in assumed.items()),
         obstacles=tuple(obstacles),
-        assumed_meaning=comparison.MEANINGS[measure] if row.metric in match.assumed_definitions else "",
+        assumed_meaning=comparison.MEASURES[measure].meaning if row.metric in match.assumed_definitions else "",
     )
 
 
