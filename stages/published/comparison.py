@@ -68,10 +68,11 @@ class PublishedComparison:
 
     @property
     def published_value(self) -> float:
-        return self.published.value / self._unit
+        return self.published.value / self.unit
 
     @property
-    def _unit(self) -> float:
+    def unit(self) -> float:
+        """Return what the printed number of a share of 1 is."""
         return 100.0 if self.published.unit == "%" else 1.0
 
     @property
@@ -84,7 +85,7 @@ class PublishedComparison:
 
         It is the recipe's share, half of the last decimal printed, and half of our 95% interval.
         """
-        rounding = 0.5 * 10**-self.published.decimals / self._unit
+        rounding = 0.5 * 10**-self.published.decimals / self.unit
         spread = (self.own.spread if self.own else None) or 0.0
         if not self.published_value:
             return float("inf")
