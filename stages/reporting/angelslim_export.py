@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.cells.cell import Cell, RequestRow
+from stages.cells.cell import Cell, LoadPoint, RequestRow
+from stages.params.tree_shape import Load
 from stages.published.comparison import group_by_question, list_question_speeds, list_question_taus
 from stages.runtime import atomic
 
@@ -58,16 +59,13 @@ def list_answer_sets(cells: Iterable[Cell]) -> Iterator[AnswerSet]:
         for load in dict.fromkeys(point.load for point in [*points, *plain]):
             is_sweep = max(len(points), len(plain)) > 1
             name = cell.full_name + (f"-{load.max_new_tokens}-at-{load.concurrency or 'all'}" if is_sweep else "")
-            eagle, baseline = (
-                [
-                    row
-                    for point in decoded
-                    for row in point.requests
-                    if point.load == load and not row.failed and None not in (row.e2e_s, row.output_tokens)
-                ]
-                for decoded in (points, plain)
-            )
+            eagle, baseline = (_list_answered(decoded, load) for decoded in (points, plain))
             yield AnswerSet(name, cell.temperature, eagle, baseline)
+
+
+def _list_answered(points: list[LoadPoint], load: Load) -> list[RequestRow]:
+    rows = [row for point in points if point.load == load for row in point.requests]
+    return [row for row in rows if not row.failed and None not in (row.e2e_s, row.output_tokens)]
 
 
 def _build_lines(turns: list[RequestRow], model_id: str) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ from stages.draft import checkpoint
 from stages.params import schema, stage_inputs
 from stages.params.families import find_family
 from stages.params.section import ROOT_CHECKPOINT
-from stages.reporting.stage_reports import SampleReport
+from stages.reporting.inputs import SampleReport
 from stages.runtime import atomic
 from stages.target import manifest
 from stages.telemetry.run_stage import run_stage
