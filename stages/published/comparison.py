@@ -154,13 +154,10 @@ def add_agreement(comparisons: Iterable[PublishedComparison]) -> list[PublishedC
     ordered = list(comparisons)
     series: dict[tuple[object, ...], list[PublishedComparison]] = {}
     for comparison in ordered:
-        if comparison.own is not None and comparison.published.setting.tree is not None:
+        if comparison.own and comparison.published.setting.tree is not None:
             series.setdefault(_get_series(comparison), []).append(comparison)
     judged = {key: _judge_series(members) for key, members in series.items()}
-    return [
-        replace(comparison, agreement=judged.get(_get_series(comparison)) if comparison.own else None)
-        for comparison in ordered
-    ]
+    return [replace(one, agreement=judged.get(_get_series(one)) if one.own else None) for one in ordered]
 
 
 def _get_series(comparison: PublishedComparison) -> tuple[object, ...]:
@@ -203,10 +200,18 @@ class Measure:
     meaning: str = ""  # what an assumed definition says in a verdict; docs/metrics.md has it in full
 
 
-def _build_number(values: list[float], ends: tuple[float, float] | None, reason: str) -> MeasuredNumber:
-    """Return the mean of the values with an interval; `reason` says why it has none."""
-    spread = interval.Interval(*ends).half if ends else None
-    return MeasuredNumber(fmean(values), spread, "" if ends else reason)
+def _build_number(
+    value: float, low: float | None, high: float | None, reason: str, divisor: float = 1.0
+) -> MeasuredNumber:
+    """Return a figure with the interval low to high over `divisor`; `reason` says why it has none."""
+    if low is None or high is None:
+        return MeasuredNumber(value, None, reason)
+    return MeasuredNumber(value, interval.Interval(low, high).half / divisor)
+
+
+def _average(values: list[float], unit: str) -> MeasuredNumber:
+    low, high = interval.compute_mean_interval(values) or (None, None)
+    return _build_number(fmean(values), low, high, f"one {unit}")
 
 
 def _read_acceptance(column: str) -> FindNumber:
@@ -216,9 +221,7 @@ def _read_acceptance(column: str) -> FindNumber:
         if not cell.points or not (found := cell.points[0].acceptance):
             return None
         divisor = {"tau": 1, "accept_rate": cell.shape.num_steps, "node_accept_rate": cell.shape.num_draft_tokens - 1}
-        if found.tau_low is None or found.tau_high is None:
-            return MeasuredNumber(found[column], None, "one prompt")
-        return MeasuredNumber(found[column], interval.Interval(found.tau_low, found.tau_high).half / divisor[column])
+        return _build_number(found[column], found.tau_low, found.tau_high, "one prompt", divisor[column])
 
     return find
 
@@ -233,9 +236,7 @@ def _read_column(column: str, factor: float = 1.0) -> FindNumber:
         values = [factor * figure for figure in figures if figure is not None]
         if cell.in_turns and values:
             return MeasuredNumber(fmean(values), None, "a torch cell's latencies and tokens/s carry none")
-        if not values or len(values) < len(figures):
-            return None
-        return _build_number(values, interval.compute_mean_interval(values), "one repeat")
+        return _average(values, "repeat") if values and len(values) == len(figures) else None
 
     return find
 
@@ -264,8 +265,7 @@ def _find_speedup(cell: Cell, baseline: Cell | None) -> MeasuredNumber | None:
     found = cell.points[0].in_turns if cell.points else None
     if found is None:
         return _compare_with_baseline("output_tok_s")(cell, baseline)
-    ends = None if found.speedup_low is None or found.speedup_high is None else (found.speedup_low, found.speedup_high)
-    return _build_number([found.speedup], ends, "one prompt")
+    return _build_number(found.speedup, found.speedup_low, found.speedup_high, "one prompt")
 
 
 def _read_memory(key: str) -> FindNumber:
@@ -280,14 +280,15 @@ def _read_memory(key: str) -> FindNumber:
 
 def _find_question_tau(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
     taus = list_question_taus(cell.points[0].requests) if cell.in_turns else []
-    return _build_number(taus, interval.compute_mean_interval(taus), "one question") if taus else None
+    return _average(taus, "question") if taus else None
 
 
 def _find_question_speedup(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
     if not cell.in_turns:
         return None
     speeds, plain = (list_question_speeds(points[0].requests) for points in (cell.points, cell.baseline_points))
-    return _build_number([fmean(speeds) / fmean(plain)], interval.compute_ratio_interval(speeds, plain), "one question")
+    low, high = interval.compute_ratio_interval(speeds, plain) or (None, None)
+    return _build_number(fmean(speeds) / fmean(plain), low, high, "one question")
 
 
 MEASURES = {

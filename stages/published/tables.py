@@ -1,12 +1,10 @@
 """published/*.yaml: what others printed, number by number, each with its source, setting and definition.
 
 A file holds tables as they were printed; `read_publication` returns a PublishedRow for every number. A column of a
-table is a setting (`tree`), a metric (`tau`), or a metric on a data set (`tau @ GSM8K`); a table of many rows may be a
-CSV file in the same folder. In a row's setting, None means that it can't apply (plain decoding has no tree), UNKNOWN
-that the source does not state it.
+table is a setting (`tree`), a metric (`tau`), or a metric on a data set (`tau @ GSM8K`). In a row's setting, None means
+that it can't apply (plain decoding has no tree), UNKNOWN that the source does not state it.
 """
 
-import csv
 import math
 import re
 from collections.abc import Iterator
@@ -17,8 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
-from stages.params.tree_shape import TreeShape
-from stages.runtime import guarded_files, guarded_yaml
+from stages.runtime import guarded_yaml
 
 PUBLISHED_FOLDER = Path("published")
 # The metrics of docs/metrics.md that a published table may have by these names.
@@ -28,8 +25,6 @@ METRICS = (
 )  # fmt: skip
 UNKNOWN: Literal["unknown"] = "unknown"
 MEAN_DATASET = "mean"  # the data set of a printed mean over a table's data sets
-# A column of SpecForge's CSV: batch, num_steps, topk, num_draft_tokens as "8,3,1,4".
-BATCH_AND_TREE = "batch_and_tree"
 
 
 def normalise_model_name(model: str | None) -> str:
@@ -97,14 +92,7 @@ class _Table(_FileSection):
     where: str
     columns: list[StrictStr]
     settings: PublishedSetting = PublishedSetting()
-    rows: list[list[Any]] | None = None
-    csv: str | None = None
-
-    @model_validator(mode="after")
-    def _check_one_source(self) -> Self:
-        if (self.rows is None) == (self.csv is None):
-            raise ValueError(f"expected rows or csv, found {'no rows' if self.rows is None else 'both'}; correct it")
-        return self
+    rows: list[list[Any]]
 
 
 class _Publication(_FileSection):
@@ -174,27 +162,21 @@ def read_publication(path: Path) -> list[PublishedRow]:
 def _read_table(path: Path, file: _Publication, table: _Table, where: str) -> Iterator[PublishedRow]:
     columns = [_parse_column(column, file.metrics, f"{where}.columns") for column in table.columns]
     shared = file.settings.model_dump(exclude_unset=True) | table.settings.model_dump(exclude_unset=True)
-    if table.csv and Path(table.csv).name != table.csv:
-        raise ValueError(
-            f"{where}.csv: expected the name of a file beside it, found {table.csv!r}; move the file there"
-        )
-    csv_file = path.parent / table.csv if table.csv else None
-    for n, values in enumerate(_read_csv(csv_file) if csv_file else table.rows or ()):
-        location = f"{csv_file}, row {n + 1}" if csv_file else f"{where}.rows[{n}]"
+    for n, values in enumerate(table.rows):
+        location = f"{where}.rows[{n}]"
         if len(values) != len(columns):
-            raise ValueError(
-                f"{location}: expected {len(columns)} values, one a column, found {len(values)}; see {path}"
-            )
-        own, numbers = _split_values(columns, values, location)
-        for name, dataset, value in numbers:
-            setting = shared | own | ({"dataset": dataset} if dataset else {})
-            if missing := [key for key in SETTING_NAMES if key not in setting]:
-                raise ValueError(f"{location}: no {', '.join(missing)}; give it, or null, or {UNKNOWN}, under settings")
+            raise ValueError(f"{location}: expected {len(columns)} values, one a column, found {len(values)}")
+        cells = list(zip(columns, values, strict=True))
+        own = {name: value for (name, _), value in cells if name in SETTING_NAMES}
+        numbers = [(column, value) for column, value in cells if column[0] not in own and value is not None]
+        if not numbers:
+            raise ValueError(f"{location}: expected at least one number, found none; give one, or leave the row out")
+        for (name, dataset), value in numbers:
             metric = file.metrics[name]
             yield PublishedRow(
                 publication=path.stem,
                 where=table.where,
-                setting=PublishedSetting.model_construct(**setting),
+                setting=_build_setting(shared | own | ({"dataset": dataset} if dataset else {}), location),
                 metric=name,
                 value=_parse_number(value, metric, f"{location}: {name}"),
                 decimals=metric.decimals,
@@ -206,33 +188,17 @@ def _read_table(path: Path, file: _Publication, table: _Table, where: str) -> It
 def _parse_column(column: str, metrics: dict[str, PublishedMetric], where: str) -> tuple[str, str]:
     """Return (name, the data set it is on, or "")."""
     name, _, dataset = column.partition(" @ ")
-    if name not in metrics and (dataset or name not in (*SETTING_NAMES, BATCH_AND_TREE)):
+    if name not in metrics and (dataset or name not in SETTING_NAMES):
         known = ", ".join((*metrics, *SETTING_NAMES))
         raise ValueError(f"{where}: expected a metric or a setting ({known}), found {column!r}; correct it")
     return name, dataset
 
 
-def _split_values(
-    columns: list[tuple[str, str]], values: list[Any], where: str
-) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
-    """Return a row's settings, and its numbers as (metric, data set, value). null is a number that was not printed."""
-    own: dict[str, Any] = {}
-    numbers = []
-    for (name, dataset), value in zip(columns, values, strict=True):
-        if name == BATCH_AND_TREE:
-            match = re.fullmatch(r"([1-9]\d{0,8}),([1-9]\d{0,8}),([1-9]\d{0,8}),([1-9]\d{0,8})", str(value))
-            if not match:
-                raise ValueError(f"{where}: expected batch,num_steps,topk,num_draft_tokens as 8,3,1,4, found {value!r}")
-            batch, *shape = map(int, match.groups())
-            own |= {"batch": float(batch), "tree": TreeShape(*shape).name}
-        elif name in SETTING_NAMES:
-            own[name] = value
-        elif value is not None:
-            numbers.append((name, dataset, value))
-    if not numbers:
-        raise ValueError(f"{where}: expected at least one number, found none; give one, or leave the row out")
+def _build_setting(values: dict[str, Any], where: str) -> PublishedSetting:
+    if missing := [key for key in SETTING_NAMES if key not in values]:
+        raise ValueError(f"{where}: no {', '.join(missing)}; give it, or null, or {UNKNOWN}, under settings")
     try:
-        return PublishedSetting.model_validate(own).model_dump(exclude_unset=True), numbers
+        return PublishedSetting.model_validate(values)
     except ValidationError as error:
         raise ValueError(guarded_yaml.explain_schema_errors(error, where)) from None
 
@@ -247,10 +213,3 @@ def _parse_number(value: Any, metric: PublishedMetric, where: str) -> float:
     if round(number, metric.decimals) != number:
         raise ValueError(f"{where}: expected at most {metric.decimals} decimals, found {value}; correct one of the two")
     return number
-
-
-def _read_csv(path: Path) -> list[list[str]]:
-    """Return the rows below the heading."""
-    guard = guarded_files.guard_parsing(path, "CSV", f"restore it: git checkout {path}", root=path.parent)
-    with guard, path.open(newline="", encoding="utf-8") as lines:
-        return list(csv.reader(lines, strict=True))[1:]

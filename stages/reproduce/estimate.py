@@ -46,7 +46,7 @@ PEAK_FLOPS = 989e12
 # docs/results/2026-11-21-h200-training.md and 2026-11-25-h200-two-gpus.md: shares of the peak
 EXTRACTING_SHARES = {False: 0.434, True: 0.559}  # compiled
 TRAINING_SHARES = {"eagle3": 0.57, "dflash": 0.540, "dflash2": 0.466, "dspark": 0.461}
-GPUS_SHARE = 0.96  # of the time of several GPUs that is used
+USED_SHARES = {False: 1.0, True: 0.96}  # of the time of one GPU, and of several
 DISK_BYTES_S = 1.95e9
 # A plain step reads 15.14 GB in 4.574 ms on the torch engine and in 5.22 ms on SGLang, and takes at least their own time:
 # docs/results/2026-11-22-h200-one-engine.md, 2026-11-20-h200-decoding.md, 2026-11-22-h200-engine.md, 2026-11-21-h200-serving.md.
@@ -109,25 +109,19 @@ def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu:
     """Return the estimate; `train_rows` count where params.yaml takes all. Raises ValueError for a target of unknown shape."""
     target = read_target_size(p)
     sets = 2 if p.sample_target.eval_temperature else 1
-    run = _Run(
-        p,
-        target,
-        init_draft.infer_config(p, target.manifest),
-        bandwidth=GPUS[gpu],
-        train_rows=p.sample_target.train_rows or train_rows or 0,
-        eval_rows=sets * _get_eval_rows(p),
-        length=min(row_tokens, p.extract_hiddens.max_length),
-    )
+    rows = p.sample_target.train_rows or train_rows or 0
+    evaluated, length = sets * _get_eval_rows(p), min(row_tokens, p.extract_hiddens.max_length)
+    run = _Run(p, target, init_draft.infer_config(p, target.manifest), GPUS[gpu], rows, evaluated, length)
+    result = run.result
     run.add_sizes()
-    if not run.train_rows and p.train_draft.checkpoints:
+    if not rows and p.train_draft.checkpoints:
         advice = (
             "sample_target.train_rows is null, and the data is not here, of the Hub, or refused: aerie preview data"
         )
-        run.result.add_line("training rows", "not counted", advice)
+        result.add_line("training rows", "not counted", advice)
     run.add_disk()
     if p.target.device == "cpu":
-        reason = "target.device is cpu; times are those of stages that ran here with this target"
-        run.result.add_line("GPU", "none", reason)
+        result.add_line("GPU", "none", "target.device is cpu; times are those of stages that ran here with this target")
         run.add_logged_times()
     else:
         run.add_sampling()
@@ -136,10 +130,10 @@ def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu:
         run.add_torch_cells()
         run.add_served_cells()
         scaled = f", scaled to an {gpu.upper()} by datasheet" if gpu != "h200" else ""
-        hours = f"{run.result.gpu_hours:.2g} GPU-hours"
-        run.result.add_line("together", hours, f"arithmetic from rates of an H200{scaled}")
-    run.result.add_line("together", format_bytes(run.result.disk_bytes), "in this folder")
-    return run.result
+        hours = f"{result.gpu_hours:.2g} GPU-hours"
+        result.add_line("together", hours, f"arithmetic from rates of an H200{scaled}")
+    result.add_line("together", format_bytes(result.disk_bytes), "in this folder")
+    return result
 
 
 def count_draft_parameters(draft: DraftConfig) -> dict[str, int]:
@@ -333,7 +327,7 @@ class _Run:
         gpus, tokens = self.p.extract_hiddens.processes, self.stored_tokens
         share = EXTRACTING_SHARES[self.p.extract_hiddens.compile]
         flop = compute_target_flop(self.target, self.length)
-        seconds = tokens * flop / (share * PEAK_FLOPS) / _get_used_share(gpus)
+        seconds = tokens * flop / (share * PEAK_FLOPS) / USED_SHARES[gpus > 1]
         derivation = f"{tokens:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s"
         written = tokens * self.token_bytes
         if written / DISK_BYTES_S > seconds / gpus:
@@ -357,7 +351,7 @@ class _Run:
                 flop = compute_train_flop(self.target.manifest, self.draft, training.ttt_steps)
             share = TRAINING_SHARES.get(segment.method, TRAINING_SHARES["eagle3"])
             second = flop / share + online / EXTRACTING_SHARES[self.p.extract_hiddens.compile]
-            seconds = segment.epochs * tokens * second / PEAK_FLOPS / _get_used_share(gpus)
+            seconds = segment.epochs * tokens * second / PEAK_FLOPS / USED_SHARES[gpus > 1]
             derivation = f"{segment.epochs} epochs * {tokens:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}"
             if online:
                 derivation += f" and the target's {online / 1e9:.2f} GFLOP"
@@ -394,16 +388,11 @@ class _Run:
             prompts = workload.limit_prompts(cap) or _get_eval_rows(self.p)
             prompts *= 2 if workload.turns == "all" else 1  # as the questions of MT-bench have
             prompts += min(workload.warmup, prompts)
-            at_once = min(prompts, cap or prompts)
-            context = (workload.input_tokens or 0) + tokens
+            at_once, context = min(prompts, cap or prompts), (workload.input_tokens or 0) + tokens
             step = estimate_step(in_process, self.p, self.target, self.bandwidth, at_once, context)
             arriving = 0 if workload.request_rate == "inf" else prompts / workload.requests_per_second
             total += max(prompts / at_once * tokens * step, arriving)
         return workload.repeats * total
-
-
-def _get_used_share(gpus: int) -> float:
-    return GPUS_SHARE if gpus > 1 else 1.0
 
 
 if __name__ == "__main__":

@@ -82,20 +82,6 @@ def test_a_defect_is_named(tmp_path: Path, key_path: str, value: Any, message: s
     assert "small.yaml" in str(raised.value)
 
 
-def test_a_csv_beside_the_file(tmp_path: Path) -> None:
-    table = {"where": "here", "columns": ["batch_and_tree", "tau"], "csv": "points.csv"}
-    path = written(tmp_path, SMALL | {"tables": [table]})
-    with pytest.raises(ValueError, match=r"points\.csv not found"):
-        published.read_publication(path)
-    (tmp_path / "points.csv").write_text('config,tau\n"8,3,1,4",2.5\n')
-    (row,) = published.read_publication(path)
-    assert (row.setting.batch, row.setting.tree, row.value) == (8, "t3_1_4", 2.5)
-    for line, message in {'"8,3,1",2.5': "expected batch,num_steps", '"8,3,1,4",': "expected a number"}.items():
-        (tmp_path / "points.csv").write_text(f"config,tau\n{line}\n")
-        with pytest.raises(ValueError, match=rf"points\.csv, row 1.*{message}"):
-            published.read_publication(path)
-
-
 @pytest.mark.parametrize(
     ("model", "name"),
     [
