@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 from stages.cells import interval
@@ -214,68 +215,52 @@ def _average(values: list[float], unit: str) -> MeasuredNumber:
     return _build_number(fmean(values), low, high, f"one {unit}")
 
 
-def _read_acceptance(column: str) -> FindNumber:
+def _read_acceptance(column: str, cell: Cell, _: Cell | None) -> MeasuredNumber | None:
     """Read tau or a rate. A rate is (tau - 1) over a constant, by which its interval is narrower than tau's."""
-
-    def find(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
-        if not cell.points or not (found := cell.points[0].acceptance):
-            return None
-        divisor = {"tau": 1, "accept_rate": cell.shape.num_steps, "node_accept_rate": cell.shape.num_draft_tokens - 1}
-        return _build_number(found[column], found.tau_low, found.tau_high, "one prompt", divisor[column])
-
-    return find
+    if not cell.points or not (found := cell.points[0].acceptance):
+        return None
+    divisor = {"tau": 1, "accept_rate": cell.shape.num_steps, "node_accept_rate": cell.shape.num_draft_tokens - 1}
+    return _build_number(found[column], found.tau_low, found.tau_high, "one prompt", divisor[column])
 
 
-def _read_column(column: str, factor: float = 1.0) -> FindNumber:
+def _read_column(column: str, factor: float, cell: Cell, _: Cell | None) -> MeasuredNumber | None:
     """Read a column of ResultRow: the mean over repeats, with the 95% interval of their mean."""
-
-    def find(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
-        repeats = cell.points[0].loads if cell.points else []  # of a sweep its first load
-        one_by_one = [cell.points[0].model_copy(update={"loads": [load]}) for load in repeats]
-        figures = [ResultRow.read_sources(point)[column] for point in one_by_one]
-        values = [factor * figure for figure in figures if figure is not None]
-        if cell.in_turns and values:
-            return MeasuredNumber(fmean(values), None, "a torch cell's latencies and tokens/s carry none")
-        return _average(values, "repeat") if values and len(values) == len(figures) else None
-
-    return find
+    repeats = cell.points[0].loads if cell.points else []  # of a sweep its first load
+    one_by_one = [cell.points[0].model_copy(update={"loads": [load]}) for load in repeats]
+    figures = [ResultRow.read_sources(point)[column] for point in one_by_one]
+    values = [factor * figure for figure in figures if figure is not None]
+    if cell.in_turns and values:
+        return MeasuredNumber(fmean(values), None, "a torch cell's latencies and tokens/s carry none")
+    return _average(values, "repeat") if values and len(values) == len(figures) else None
 
 
-def _compare_with_baseline(name: str, less: float = 0.0) -> FindNumber:
-    """Compute the ratio of a measure to the baseline's, less `less`: 1 for a change.
+def _compare_with_baseline(name: str, less: float, cell: Cell, baseline: Cell | None) -> MeasuredNumber | None:
+    """Return the ratio of a measure to the baseline's, less `less`: 1 for a change.
 
     Cell and baseline are measured independently, so the squares of their relative spreads add up.
     """
-
-    def find(cell: Cell, baseline: Cell | None) -> MeasuredNumber | None:
-        own, plain = (MEASURES[name].find(each, None) if each else None for each in (cell, baseline))
-        if own is None or plain is None or not own.value or not plain.value:
-            return None
-        ratio = own.value / plain.value
-        if own.spread is None or plain.spread is None:
-            return MeasuredNumber(ratio - less, None, own.no_interval or f"{plain.no_interval} of the baseline")
-        relative_spread = math.hypot(own.spread / own.value, plain.spread / plain.value)
-        return MeasuredNumber(ratio - less, abs(ratio) * relative_spread)
-
-    return find
+    own, plain = (MEASURES[name].find(each, None) if each else None for each in (cell, baseline))
+    if own is None or plain is None or not own.value or not plain.value:
+        return None
+    ratio = own.value / plain.value
+    if own.spread is None or plain.spread is None:
+        return MeasuredNumber(ratio - less, None, own.no_interval or f"{plain.no_interval} of the baseline")
+    relative_spread = math.hypot(own.spread / own.value, plain.spread / plain.value)
+    return MeasuredNumber(ratio - less, abs(ratio) * relative_spread)
 
 
 def _find_speedup(cell: Cell, baseline: Cell | None) -> MeasuredNumber | None:
     """Return the speedup that was pooled over answers in turns, else that of throughput over the baseline's."""
     found = cell.points[0].in_turns if cell.points else None
     if found is None:
-        return _compare_with_baseline("output_tok_s")(cell, baseline)
+        return _compare_with_baseline("output_tok_s", 0, cell, baseline)
     return _build_number(found.speedup, found.speedup_low, found.speedup_high, "one prompt")
 
 
-def _read_memory(key: str) -> FindNumber:
+def _read_memory(key: str, cell: Cell, _: Cell | None) -> MeasuredNumber | None:
     """Read memory in GB; cells have GiB."""
-
-    def find(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
-        value = None if cell.in_turns else cell.memory[key]
-        return None if value is None else MeasuredNumber(value * 2**30 / 1e9, 0.0)
-
-    return find
+    value = None if cell.in_turns else cell.memory[key]
+    return None if value is None else MeasuredNumber(value * 2**30 / 1e9, 0.0)
 
 
 def _find_question_tau(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
@@ -292,27 +277,29 @@ def _find_question_speedup(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
 
 
 MEASURES = {
-    "tau": Measure(_read_acceptance("tau"), "1 + accepted drafts / cycles"),
-    "accept_rate": Measure(_read_acceptance("accept_rate"), "(tau - 1) / num_steps"),
-    "node_accept_rate": Measure(_read_acceptance("node_accept_rate"), "(tau - 1) / (num_draft_tokens - 1)"),
-    "prefill_latency_s": Measure(_read_column("ttft_mean_s"), "the mean time to the first token"),
-    "e2e_latency_s": Measure(_read_column("e2e_mean_s"), "the mean time to the last token"),
-    "output_tok_s": Measure(_read_column("output_throughput"), "output tokens / s"),
-    "total_tok_s": Measure(_read_column("total_throughput"), "input and output tokens / s"),
-    "ttft_mean_ms": Measure(_read_column("ttft_mean_s", 1e3), "the mean time to the first token"),
-    "tpot_mean_ms": Measure(_read_column("tpot_mean_s", 1e3), "the mean of (e2e - TTFT) / (output tokens - 1)"),
-    "tpot_p99_ms": Measure(
-        _read_column("tpot_p99_s", 1e3), "the 99th percentile of (e2e - TTFT) / (output tokens - 1)"
+    "tau": Measure(partial(_read_acceptance, "tau"), "1 + accepted drafts / cycles"),
+    "accept_rate": Measure(partial(_read_acceptance, "accept_rate"), "(tau - 1) / num_steps"),
+    "node_accept_rate": Measure(partial(_read_acceptance, "node_accept_rate"), "(tau - 1) / (num_draft_tokens - 1)"),
+    "prefill_latency_s": Measure(partial(_read_column, "ttft_mean_s", 1), "the mean time to the first token"),
+    "e2e_latency_s": Measure(partial(_read_column, "e2e_mean_s", 1), "the mean time to the last token"),
+    "output_tok_s": Measure(partial(_read_column, "output_throughput", 1), "output tokens / s"),
+    "total_tok_s": Measure(partial(_read_column, "total_throughput", 1), "input and output tokens / s"),
+    "ttft_mean_ms": Measure(partial(_read_column, "ttft_mean_s", 1e3), "the mean time to the first token"),
+    "tpot_mean_ms": Measure(
+        partial(_read_column, "tpot_mean_s", 1e3), "the mean of (e2e - TTFT) / (output tokens - 1)"
     ),
-    "memory_weights_gb": Measure(_read_memory("weights"), "the target's weights as the engine says them"),
-    "memory_draft_gb": Measure(_read_memory("draft"), "the draft's weights as the engine says them"),
-    "memory_kv_gb": Measure(_read_memory("kv_cache"), "the KV cache as the engine says it"),
+    "tpot_p99_ms": Measure(
+        partial(_read_column, "tpot_p99_s", 1e3), "the 99th percentile of (e2e - TTFT) / (output tokens - 1)"
+    ),
+    "memory_weights_gb": Measure(partial(_read_memory, "weights"), "the target's weights as the engine says them"),
+    "memory_draft_gb": Measure(partial(_read_memory, "draft"), "the draft's weights as the engine says them"),
+    "memory_kv_gb": Measure(partial(_read_memory, "kv_cache"), "the KV cache as the engine says it"),
     "speedup": Measure(_find_speedup),
-    "total_speedup": Measure(_compare_with_baseline("total_tok_s")),
-    "total_tok_s_change": Measure(_compare_with_baseline("total_tok_s", 1)),
-    "ttft_mean_ms_change": Measure(_compare_with_baseline("ttft_mean_ms", 1)),
-    "tpot_mean_ms_change": Measure(_compare_with_baseline("tpot_mean_ms", 1)),
-    "tpot_p99_ms_change": Measure(_compare_with_baseline("tpot_p99_ms", 1)),
+    "total_speedup": Measure(partial(_compare_with_baseline, "total_tok_s", 0)),
+    "total_tok_s_change": Measure(partial(_compare_with_baseline, "total_tok_s", 1)),
+    "ttft_mean_ms_change": Measure(partial(_compare_with_baseline, "ttft_mean_ms", 1)),
+    "tpot_mean_ms_change": Measure(partial(_compare_with_baseline, "tpot_mean_ms", 1)),
+    "tpot_p99_ms_change": Measure(partial(_compare_with_baseline, "tpot_p99_ms", 1)),
     "tau_of_questions": Measure(_find_question_tau),  # AngelSlim's definitions: means over questions
     "speedup_of_questions": Measure(_find_question_speedup),
 }
