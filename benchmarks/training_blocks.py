@@ -8,14 +8,12 @@ and a Markov head of rank 256 for DSpark. With --hidden all sizes but those and 
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 from typing import Any
 
 from stages.families.block.model import BlockDraft, BlockDraftConfig
 from stages.families.block.objective import BlockPack, BlockTrainingObjective
 from stages.hidden_states.reader import HiddenStatesReader
-from stages.reproduce.block_flop import BlockFlop, BlockWork
+from stages.reproduce.block_flop import BlockCounts, count_block_flop
 from stages.training.packed_rows import PackIndex, PackRow
 from stages.training.packs import plan_epoch
 from stages.training.trainer import Trainer
@@ -30,14 +28,14 @@ WIDTH = 128  # of a head
 class CountedObjective(BlockTrainingObjective):
     """The objective, which notes the work of every pack that it builds."""
 
-    built: list[tuple[int, BlockWork]] = field(default_factory=list, compare=False)  # with its epoch
+    built: list[tuple[int, BlockCounts]] = field(default_factory=list, compare=False)  # with its epoch
 
     def build_pack(self, rows: Sequence[PackRow], pack_index: PackIndex, pinned: bool) -> BlockPack:
         pack = super().build_pack(rows, pack_index, pinned)
         size = BLOCK_SIZES["dspark" if self.loss.confidence else "dflash"]  # dflash2 has that of dflash
         seen = int(pack.position[pack.anchors].sum())  # context tokens, by all blocks
         blocks, drafts = len(pack.anchors), sum(pack.supervised_per_step)
-        work = BlockWork(len(pack.ids), blocks, drafts, size * (seen + blocks * size))
+        work = BlockCounts(len(pack.ids), blocks, drafts, size * (seen + blocks * size))
         self.built.append((pack_index.epoch, work))
         return pack
 
@@ -67,24 +65,24 @@ def describe_work(
     """
     objective, world = run.objective, run.ranks.world
     assert isinstance(objective, CountedObjective)
-    flop = BlockFlop.of_config(run.draft.config, reads_target=bool(objective.loss.l1))
+    flop = count_block_flop(run.draft.config, reads_target=bool(objective.loss.l1))
     plans = [plan_epoch(store.lengths, run.settings, number) for number in range(len(run.log))]
-    work = reduce(add, (work for epoch, work in objective.built if epoch > 0))
+    work = BlockCounts(*map(sum, zip(*(work for epoch, work in objective.built if epoch > 0), strict=True)))
     seconds, steps = sum(entry.seconds for entry in run.log[1:]), sum(map(len, plans[1:]))
     steady = [s for epoch in step_seconds[1:] for s in epoch]
     step_s = sum(steady) / len(steady) if steady else seconds / steps
-    total, blocks = flop.count(work), int(work.blocks)
+    total, blocks = flop.dot(work), int(work.blocks)
     mean_pairs = work.pairs / work.blocks
     return {
         "parameters": sum(p.numel() for p in run.draft.parameters()), "anchors": objective.num_anchors,
         "step_s": round(seconds / steps, 4), "steady_step_s": round(step_s, 4),
         "blocks_per_s": round(world * blocks / seconds), "steady_blocks_per_s": round(world * blocks / steps / step_s),
         "mfu": round(total / seconds / peak, 4), "steady_mfu": round(total / steps / step_s / peak, 4),  # of each GPU
-        "gflop_per_context_token": round(flop.token / 1e9, 4),
-        "gflop_per_block": round((total - flop.token * work.tokens) / blocks / 1e9, 3),
+        "gflop_per_context_token": round(flop.tokens / 1e9, 4),
+        "gflop_per_block": round((total - flop.tokens * work.tokens) / blocks / 1e9, 3),
         "of_a_block": {
-            "layers": round(flop.block / 1e9, 3), "attention": round(flop.pair * mean_pairs / 1e9, 3),
-            "heads": round(flop.draft * work.drafts / blocks / 1e9, 3),
+            "layers": round(flop.blocks / 1e9, 3), "attention": round(flop.pairs * mean_pairs / 1e9, 3),
+            "heads": round(flop.drafts * work.drafts / blocks / 1e9, 3),
         },
         "tflop_per_step": round(world * total / steps / 1e12, 3), "drafts_per_block": round(work.drafts / blocks, 2),
     }  # fmt: skip

@@ -104,8 +104,7 @@ def _make_builtin_target(p: schema.Params, folder: Path) -> None:
             f"params.yaml: target.model builtin/{name} is unknown; there is builtin/{', builtin/'.join(names)}"
         )
     if p.prepare_target.weights == "shipped":
-        settings = p.prepare_target.model_dump(exclude={"weights"})
-        shipped_target.copy_files(name, shipped_target.TrainingSettings(**settings), folder)
+        shipped_target.copy_files(name, p.prepare_target, folder)
     else:
         _train_builtin_target(p, name, folder)
 

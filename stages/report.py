@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from stages.cells import prediction, replay_records, table, timing_grid, training_records
 from stages.cells.cell import UNSUPPORTED, Cell
@@ -24,9 +25,9 @@ from stages.params.families import FAMILIES, DraftKind
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.target_files import GGUF_TYPES
 from stages.params.tree_shape import parse_shape
-from stages.reporting import angelslim_export, costs, inputs, page, stage_reports, timing_noise, verdict
+from stages.reporting import angelslim_export, costs, inputs, page, timing_noise, verdict
 from stages.reporting.families import Families
-from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
+from stages.reporting.inputs import ReportInputs, ReportSettings
 from stages.reporting.summary import METRICS_FILE, PAGE_FILE, TABLE_FILE, format_terminal_table, summarise_results
 from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
@@ -35,12 +36,12 @@ from stages.telemetry.stage_log import StageRun, read_log
 REPLAY_TABLE, ANSWERS_FOLDER = Path("results/replay.csv"), Path("results/answers")
 
 # Stage -> the path of its own report in results/, and what it holds.
-STAGE_REPORTS: dict[str, tuple[str, type[stage_reports.StageReport]]] = {
-    "fix_data": ("fix_report", stage_reports.FixReport),
-    "sample_target": ("sample_report", stage_reports.SampleReport),
-    "extract_hiddens": ("hiddens_report", stage_reports.ExtractionReport),
-    f"init_draft@{ROOT_CHECKPOINT}": (f"train/{ROOT_CHECKPOINT}", stage_reports.VocabularyReport),
-    f"check_overfit@{ROOT_CHECKPOINT}": (f"train/{ROOT_CHECKPOINT}.overfit", stage_reports.OverfitReport),
+STAGE_REPORTS: dict[str, tuple[str, type[inputs.StageReport]]] = {
+    "fix_data": ("fix_report", inputs.FixReport),
+    "sample_target": ("sample_report", inputs.SampleReport),
+    "extract_hiddens": ("hiddens_report", inputs.ExtractionReport),
+    f"init_draft@{ROOT_CHECKPOINT}": (f"train/{ROOT_CHECKPOINT}", inputs.VocabularyReport),
+    f"check_overfit@{ROOT_CHECKPOINT}": (f"train/{ROOT_CHECKPOINT}.overfit", inputs.OverfitReport),
 }
 
 
@@ -50,7 +51,7 @@ def main(*arguments: str) -> None:
         lines = costs.format_launch_table(launch)
         if lines:
             text = atomic.read_json(METRICS_FILE, "report")["verdict"]["text"]
-            lines += [f"verdict, by what was measured first: {text}", *inputs.describe_older_engines(launch)]
+            lines.append(f"verdict, by what was measured first: {text}")
         unknown = (
             f"no serving engine was timed (time_cycles.engines: docs/cost.md), so nothing is advised for one; {PAGE_FILE} "
             "has what the torch engine's costs predict"
@@ -233,13 +234,13 @@ def _predict_speedups(
 # Reports and runs of other stages
 
 
-def _read_stage_reports(p: schema.Params) -> dict[str, StageReport]:
+def _read_stage_reports(p: schema.Params) -> dict[str, dict[str, Any]]:
     """Return the reports of the stages in the graph, by the stage's name without its key."""
     stages = [name for name in STAGE_REPORTS if "@" not in name or name.partition("@")[2] in p.init_draft.checkpoints]
     return {stage.partition("@")[0]: _read_stage_report(stage) for stage in stages}
 
 
-def _read_stage_report(stage: str) -> StageReport:
+def _read_stage_report(stage: str) -> dict[str, Any]:
     name, kind = STAGE_REPORTS[stage]
     return kind.read_json(Path(f"results/{name}.json"), stage).model_dump(exclude_unset=True)
 

@@ -111,12 +111,6 @@ def copied(folder: Path, file: str, read: Callable[[Path], object]) -> Read:
     return lambda: read(copy)
 
 
-def publication_with_csv(folder: Path) -> Read:
-    for suffix in ("csv", "yaml"):
-        shutil.copy(ROOT / f"published/specforge-sweep.{suffix}", folder)
-    return lambda: read_publication(folder / "specforge-sweep.yaml")
-
-
 READERS: dict[str, Callable[[Path], Read]] = {
     "published eagle3": published_eagle3,
     "deepspec": lambda folder: published_block(folder, "dspark", "deepspec"),
@@ -132,7 +126,6 @@ READERS: dict[str, Callable[[Path], Read]] = {
     "recipe": lambda folder: copied(folder, "recipes/angelslim-qwen3-8b.yaml", read_recipe),
     "tables": lambda folder: copied(folder, "data/tables/weather.yaml", load_table_file.__wrapped__),
     "publication": lambda folder: copied(folder, "published/eagle3-paper.yaml", read_publication),
-    "publication in CSV": publication_with_csv,
 }  # fmt: skip
 
 

@@ -55,8 +55,8 @@ ROOMS = {
     "stages/engine": (3000,),
     "stages/engines stages/measuring": (4300, 4551),
     "stages/cells": (2300, 2644),
-    "stages/reporting": (2700, 3111),
-    "stages/published stages/reproduce stages/grading stages/toy": (2200, 2583),
+    "stages/reporting": (2700, 2709),
+    "stages/published stages/reproduce stages/grading stages/toy": (2200, 2312),
     "tests": (31_000,),
 }
 

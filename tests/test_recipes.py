@@ -129,7 +129,7 @@ def test_what_a_recipe_reproduces_is_published_and_has_a_cell(name: str, project
     p, _, _ = merge(name)
     publications = published.read_publications()
     for match in about.beside:
-        rows = [r for r in publications[match.publication].rows if _is_of(r.setting, match.rows)]
+        rows = [r for r in publications[match.publication] if _is_of(r.setting, match.rows)]
         assert rows, f"{match.publication} has no row of {match.rows}"
         assert "target" in about.substitutes or published.normalise_model_name(
             p.target.model

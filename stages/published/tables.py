@@ -1,32 +1,21 @@
 """published/*.yaml: what others printed, number by number, each with its source, setting and definition.
 
 A file holds tables as they were printed; `read_publication` returns a PublishedRow for every number. A column of a
-table is a setting (`tree`), a metric (`tau`), or a metric on a data set (`tau @ GSM8K`); a table of many rows may be a
-CSV file in the same folder. In a row's setting, None means that it can't apply (plain decoding has no tree), UNKNOWN
-that the source does not state it.
+table is a setting (`tree`), a metric (`tau`), or a metric on a data set (`tau @ GSM8K`). In a row's setting, None means
+that it can't apply (plain decoding has no tree), UNKNOWN that the source does not state it.
 """
 
-import csv
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    StrictInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
-from stages.params.tree_shape import TreeShape
-from stages.runtime import guarded_files, guarded_yaml
+from stages.runtime import guarded_yaml
 
 PUBLISHED_FOLDER = Path("published")
 # The metrics of docs/metrics.md that a published table may have by these names.
@@ -36,9 +25,6 @@ METRICS = (
 )  # fmt: skip
 UNKNOWN: Literal["unknown"] = "unknown"
 MEAN_DATASET = "mean"  # the data set of a printed mean over a table's data sets
-TREE_PATTERN = re.compile(r"t(\d+)_(\d+)_(\d+)")
-# A column of SpecForge's CSV: batch, num_steps, topk, num_draft_tokens as "8,3,1,4".
-BATCH_AND_TREE = "batch_and_tree"
 
 
 def normalise_model_name(model: str | None) -> str:
@@ -46,47 +32,19 @@ def normalise_model_name(model: str | None) -> str:
     return (model or "").rstrip("/").rsplit("/", 1)[-1].lower().removesuffix("-instruct")
 
 
-# Settings
-
-
-def _check_number(value: Any) -> Any:
-    if value is None or value == UNKNOWN:
-        return value
-    if type(value) not in (int, float) or math.isnan(value) or value < 0:
-        raise ValueError(f"expected a number, null or {UNKNOWN}, found {value!r}; correct it")
-    return float(value)
-
-
-def _check_words(value: Any) -> Any:
-    if value is not None and not isinstance(value, str):  # 8_2_16 without quotes is an integer in YAML
-        raise ValueError(f"expected words, null or {UNKNOWN}, found {value!r}; quote it")
-    return value
-
-
-def _check_tree_name(value: Any) -> Any:
-    if _check_words(value) not in (None, UNKNOWN) and not TREE_PATTERN.fullmatch(value):
-        raise ValueError(f"expected t<num_steps>_<topk>_<num_draft_tokens>, found {value!r}; correct it")
-    return value
-
-
-SettingNumber = Annotated[float | Literal["unknown"] | None, PlainValidator(_check_number)]
-SettingWords = Annotated[str | None, PlainValidator(_check_words)]
-SettingTree = Annotated[str | None, PlainValidator(_check_tree_name)]
+# The schema of a file
 
 
 class _FileSection(BaseModel):
     """Keys and values of a file. Other keys than the fields are errors."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_keys(cls, found: Any) -> Any:
-        if not isinstance(found, dict):
-            raise ValueError(f"expected keys and values, found {found!r}; correct it")
-        if unknown := [key for key in found if key not in cls.model_fields]:
-            raise ValueError(f"expected {', '.join(cls.model_fields)}, found {unknown}; correct it")
-        return found
+
+SettingNumber = Annotated[float, Field(strict=True, ge=0)] | Literal["unknown"] | None
+SettingWords = StrictStr | None  # 8_2_16 without quotes is an integer in YAML
+# t<num_steps>_<topk>_<num_draft_tokens>, the root counted, as in docs/metrics.md
+SettingTree = Annotated[str, Field(strict=True, pattern=rf"^(t\d+_\d+_\d+|{UNKNOWN})$")] | None
 
 
 class PublishedSetting(_FileSection):
@@ -99,7 +57,7 @@ class PublishedSetting(_FileSection):
     engine_version: SettingWords = None
     hardware: SettingWords = None
     precision: SettingWords = None
-    tree: SettingTree = None  # t<num_steps>_<topk>_<num_draft_tokens>, the root counted, as in docs/metrics.md
+    tree: SettingTree = None
     temperature: SettingNumber = None
     drafting: SettingWords = None  # "greedy" or "sampled": how drafts are drawn above temperature 0; at 0 both are one
     thinking: SettingWords = None  # "on" or "off"; None for a target without the mode
@@ -112,17 +70,8 @@ class PublishedSetting(_FileSection):
     request_rate: SettingNumber = None  # requests per second; infinite where all are sent at once
     label: SettingWords = None  # the row's own name, as printed
 
-    @property
-    def shape(self) -> TreeShape | None:
-        """Return the tree's shape; None where the setting has no tree, or none is stated."""
-        match = TREE_PATTERN.fullmatch(self.tree or "")
-        return TreeShape(*map(int, match.groups())) if match else None
-
 
 SETTING_NAMES = tuple(PublishedSetting.model_fields)
-
-
-# The schema of a file
 
 
 class PublishedMetric(_FileSection):
@@ -141,19 +90,12 @@ class _Source(_FileSection):
 
 class _Table(_FileSection):
     where: str
-    columns: list[Any]
+    columns: list[StrictStr]
     settings: PublishedSetting = PublishedSetting()
-    rows: list[Any] | None = None
-    csv: str | None = None
-
-    @model_validator(mode="after")
-    def _check_one_source(self) -> Self:
-        if (self.rows is None) == (self.csv is None):
-            raise ValueError(f"expected rows or csv, found {'no rows' if self.rows is None else 'both'}; correct it")
-        return self
+    rows: list[list[Any]]
 
 
-class _PublicationFile(_FileSection):
+class _Publication(_FileSection):
     title: str
     source: _Source
     notes: list[str]
@@ -161,20 +103,17 @@ class _PublicationFile(_FileSection):
     metrics: dict[str, PublishedMetric]
     tables: list[_Table]
 
-    @field_validator("metrics")
-    @classmethod
-    def _check_definitions(cls, metrics: dict[str, PublishedMetric]) -> dict[str, PublishedMetric]:
-        for name, metric in metrics.items():
-            if re.fullmatch(r"\w+", metric.definition) and metric.definition not in (name, UNKNOWN):
+    @model_validator(mode="after")
+    def _check_definitions(self) -> Self:
+        for name, metric in self.metrics.items():
+            own = [name] if name in METRICS else []
+            if re.fullmatch(r"\w+", metric.definition) and metric.definition not in (*own, UNKNOWN):
+                expected = ", ".join([*own, UNKNOWN])
                 raise ValueError(
-                    f"{name}.definition: expected {name}, {UNKNOWN} or a sentence, found {metric.definition!r}"
+                    f"{name}.definition: expected {expected} or a sentence, found {metric.definition!r}; our metrics are "
+                    f"{', '.join(METRICS)}"
                 )
-            if metric.definition == name and name not in METRICS:
-                known = ", ".join(METRICS)
-                raise ValueError(
-                    f"{name}.definition: expected one of our metrics ({known}), found {name}; say it in words, or {UNKNOWN}"
-                )
-        return metrics
+        return self
 
 
 # Publications
@@ -192,33 +131,20 @@ class PublishedRow:
     decimals: int
     unit: str
     definition: str
-    source: str
 
 
-@dataclass(frozen=True)
-class Publication:
-    name: str  # the file's stem
-    title: str
-    document: str
-    url: str
-    date: str
-    notes: tuple[str, ...]
-    metrics: dict[str, PublishedMetric]
-    rows: tuple[PublishedRow, ...]
-
-
-def read_publications(folder: Path = PUBLISHED_FOLDER) -> dict[str, Publication]:
-    """Return every publication by name. Raises ValueError for the first defect, naming its location."""
+def read_publications(folder: Path = PUBLISHED_FOLDER) -> dict[str, list[PublishedRow]]:
+    """Return the rows of every publication by its name. Raises ValueError for the first defect, naming its location."""
     files = sorted(folder.glob("*.yaml"))
     if not files:
         raise ValueError(f"{folder} holds no publication, expected NAME.yaml files; restore it: git checkout {folder}")
     return {file.stem: read_publication(file) for file in files}
 
 
-def read_publication(path: Path) -> Publication:
-    """Return one publication. Raises ValueError for the first defect: what was expected, what was found, and where."""
+def read_publication(path: Path) -> list[PublishedRow]:
+    """Return the rows of one publication. Raises ValueError for the first defect: what was expected and found, and where."""
     try:
-        file = _PublicationFile.model_validate(guarded_yaml.read_yaml(path, path.parent))
+        file = _Publication.model_validate(guarded_yaml.read_yaml(path, path.parent))
     except FileNotFoundError:
         raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
     except ValidationError as error:
@@ -230,93 +156,60 @@ def read_publication(path: Path) -> Publication:
         raise ValueError(
             f"{path}: metrics: no table has {', '.join(sorted(unused))}; name the column so, or leave the metric out"
         )
-    source, notes = file.source, tuple(file.notes)
-    return Publication(
-        path.stem, file.title, source.document, source.url, str(source.date), notes, file.metrics, tuple(rows)
-    )
+    return rows
 
 
-def _read_table(path: Path, file: _PublicationFile, table: _Table, where: str) -> Iterator[PublishedRow]:
+def _read_table(path: Path, file: _Publication, table: _Table, where: str) -> Iterator[PublishedRow]:
     columns = [_parse_column(column, file.metrics, f"{where}.columns") for column in table.columns]
     shared = file.settings.model_dump(exclude_unset=True) | table.settings.model_dump(exclude_unset=True)
-    if table.csv and Path(table.csv).name != table.csv:
-        raise ValueError(
-            f"{where}.csv: expected the name of a file beside it, found {table.csv!r}; move the file there"
-        )
-    csv_file = path.parent / table.csv if table.csv else None
-    for n, values in enumerate(_read_csv(csv_file) if csv_file else table.rows or ()):
-        location = f"{csv_file}, row {n + 1}" if csv_file else f"{where}.rows[{n}]"
-        if not isinstance(values, list) or len(values) != len(columns):
-            found = len(values) if isinstance(values, list) else repr(values)
-            raise ValueError(f"{location}: expected {len(columns)} values, one a column, found {found}; see {path}")
-        own, numbers = _split_values(columns, values, location)
-        for name, dataset, value in numbers:
-            setting = shared | own | ({"dataset": dataset} if dataset else {})
-            if missing := [key for key in SETTING_NAMES if key not in setting]:
-                raise ValueError(f"{location}: no {', '.join(missing)}; give it, or null, or {UNKNOWN}, under settings")
+    for n, values in enumerate(table.rows):
+        location = f"{where}.rows[{n}]"
+        if len(values) != len(columns):
+            raise ValueError(f"{location}: expected {len(columns)} values, one a column, found {len(values)}")
+        cells = list(zip(columns, values, strict=True))
+        own = {name: value for (name, _), value in cells if name in SETTING_NAMES}
+        numbers = [(column, value) for column, value in cells if column[0] not in own and value is not None]
+        if not numbers:
+            raise ValueError(f"{location}: expected at least one number, found none; give one, or leave the row out")
+        for (name, dataset), value in numbers:
             metric = file.metrics[name]
             yield PublishedRow(
                 publication=path.stem,
                 where=table.where,
-                setting=PublishedSetting.model_construct(**setting),
+                setting=_build_setting(shared | own | ({"dataset": dataset} if dataset else {}), location),
                 metric=name,
                 value=_parse_number(value, metric, f"{location}: {name}"),
                 decimals=metric.decimals,
                 unit=metric.unit,
                 definition=metric.definition,
-                source=f"{file.source.document}: {table.where}",
             )
 
 
-def _parse_column(column: Any, metrics: dict[str, PublishedMetric], where: str) -> tuple[str, str]:
+def _parse_column(column: str, metrics: dict[str, PublishedMetric], where: str) -> tuple[str, str]:
     """Return (name, the data set it is on, or "")."""
-    name, _, dataset = str(column).partition(" @ ")
-    if name not in metrics and (dataset or name not in (*SETTING_NAMES, BATCH_AND_TREE)):
+    name, _, dataset = column.partition(" @ ")
+    if name not in metrics and (dataset or name not in SETTING_NAMES):
         known = ", ".join((*metrics, *SETTING_NAMES))
         raise ValueError(f"{where}: expected a metric or a setting ({known}), found {column!r}; correct it")
     return name, dataset
 
 
-def _split_values(
-    columns: list[tuple[str, str]], values: list[Any], where: str
-) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
-    """Return a row's settings, and its numbers as (metric, data set, value). null is a number that was not printed."""
-    own: dict[str, Any] = {}
-    numbers = []
-    for (name, dataset), value in zip(columns, values, strict=True):
-        if name == BATCH_AND_TREE:
-            match = re.fullmatch(r"([1-9]\d{0,8}),([1-9]\d{0,8}),([1-9]\d{0,8}),([1-9]\d{0,8})", str(value))
-            if not match:
-                raise ValueError(f"{where}: expected batch,num_steps,topk,num_draft_tokens as 8,3,1,4, found {value!r}")
-            batch, *shape = map(int, match.groups())
-            own |= {"batch": float(batch), "tree": TreeShape(*shape).name}
-        elif name in SETTING_NAMES:
-            own[name] = value
-        elif value is not None:
-            numbers.append((name, dataset, value))
-    if not numbers:
-        raise ValueError(f"{where}: expected at least one number, found none; give one, or leave the row out")
+def _build_setting(values: dict[str, Any], where: str) -> PublishedSetting:
+    if missing := [key for key in SETTING_NAMES if key not in values]:
+        raise ValueError(f"{where}: no {', '.join(missing)}; give it, or null, or {UNKNOWN}, under settings")
     try:
-        return PublishedSetting.model_validate(own).model_dump(exclude_unset=True), numbers
+        return PublishedSetting.model_validate(values)
     except ValidationError as error:
         raise ValueError(guarded_yaml.explain_schema_errors(error, where)) from None
 
 
 def _parse_number(value: Any, metric: PublishedMetric, where: str) -> float:
     """Return the number. One with more decimals than are printed is a slip of the copyist, and an error."""
-    try:
-        number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
-    except ValueError:
-        number = math.nan
+    number = math.nan
+    with suppress(ValueError, TypeError):
+        number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{where}: expected a number, or null where none is printed, found {value!r}; correct it")
     if round(number, metric.decimals) != number:
         raise ValueError(f"{where}: expected at most {metric.decimals} decimals, found {value}; correct one of the two")
     return number
-
-
-def _read_csv(path: Path) -> list[list[str]]:
-    """Return the rows below the heading."""
-    guard = guarded_files.guard_parsing(path, "CSV", f"restore it: git checkout {path}", root=path.parent)
-    with guard, path.open(newline="", encoding="utf-8") as lines:
-        return list(csv.reader(lines, strict=True))[1:]

@@ -13,7 +13,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.cells.cell import Cell, RequestRow
+from stages.cells.cell import Cell, LoadPoint, RequestRow
+from stages.params.tree_shape import Load
+from stages.published.comparison import group_by_question, list_question_speeds, list_question_taus
 from stages.runtime import atomic
 
 
@@ -57,21 +59,18 @@ def list_answer_sets(cells: Iterable[Cell]) -> Iterator[AnswerSet]:
         for load in dict.fromkeys(point.load for point in [*points, *plain]):
             is_sweep = max(len(points), len(plain)) > 1
             name = cell.full_name + (f"-{load.max_new_tokens}-at-{load.concurrency or 'all'}" if is_sweep else "")
-            eagle, baseline = (
-                [
-                    row
-                    for point in decoded
-                    for row in point.requests
-                    if point.load == load and not row.failed and None not in (row.e2e_s, row.output_tokens)
-                ]
-                for decoded in (points, plain)
-            )
+            eagle, baseline = (_list_answered(decoded, load) for decoded in (points, plain))
             yield AnswerSet(name, cell.temperature, eagle, baseline)
+
+
+def _list_answered(points: list[LoadPoint], load: Load) -> list[RequestRow]:
+    rows = [row for point in points if point.load == load for row in point.requests]
+    return [row for row in rows if not row.failed and None not in (row.e2e_s, row.output_tokens)]
 
 
 def _build_lines(turns: list[RequestRow], model_id: str) -> Iterator[dict[str, Any]]:
     """Yield a line for each question: a choice for each repeat, lists over its turns."""
-    for question, answers in _group_by_question(turns).items():
+    for question, answers in group_by_question(turns).items():
         choices = []
         for repeat in dict.fromkeys(answer.repeat for answer in answers):
             turns_of_repeat = sorted((a for a in answers if a.repeat == repeat), key=lambda answer: answer.turn)
@@ -83,24 +82,7 @@ def _build_lines(turns: list[RequestRow], model_id: str) -> Iterator[dict[str, A
 
 
 def _summarise(answers: AnswerSet) -> dict[str, float | None]:
-    lengths = []
-    for turns in _group_by_question(answers.eagle).values():
-        accepted, cycles = sum(t.accepted or 0 for t in turns), sum(t.cycles or 0 for t in turns)
-        lengths += [1 + accepted / cycles] if cycles else []
-    speeds = [_average_speed(turns) for turns in (answers.eagle, answers.baseline)]
-    ratio = speeds[0] / speeds[1] if speeds[0] and speeds[1] else None
+    lengths = list_question_taus(answers.eagle)
+    speeds, plain = (list_question_speeds(turns) for turns in (answers.eagle, answers.baseline))
+    ratio = fmean(speeds) / fmean(plain) if speeds and plain else None
     return {"acceptance_length": fmean(lengths) if lengths else None, "speedup_ratio": ratio}
-
-
-def _average_speed(turns: list[RequestRow]) -> float | None:
-    """Return the mean over questions of their tokens/s."""
-    questions = _group_by_question(turns).values()
-    speeds = [sum(t.output_tokens or 0 for t in q) / sum(t.e2e_s or 0.0 for t in q) for q in questions]
-    return fmean(speeds) if speeds else None
-
-
-def _group_by_question(turns: list[RequestRow]) -> dict[str, list[RequestRow]]:
-    found: dict[str, list[RequestRow]] = {}
-    for turn in turns:
-        found.setdefault(turn.id, []).append(turn)
-    return found

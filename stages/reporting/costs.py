@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from stages.cells import prediction, prediction_check, table
-from stages.cells.prediction import DescribeLaunch, LaunchAdvice, PredictedSpeedup, SpeculationLimit, SpeedupConditions
+from stages.cells.prediction import DescribeLaunch, LaunchAdvice, PredictedSpeedup, SpeedupConditions
 from stages.cells.prediction_check import ComparedPrediction
 from stages.cells.record import DraftSampling, limit_draft_sampling
 from stages.cells.replay_records import ReplayedTree, select_temperature
@@ -26,9 +26,6 @@ from stages.reporting.text import align_columns, format_interval, format_number,
 
 MAX_TABLE_TREES = 8  # trees of a table on the page
 NO_INTERVAL = "none"  # one conversation was replayed, or the plain step was timed in one repeat
-LAUNCH_HEADINGS = (
-    "launch", "concurrency", "speculate", "tree", "checkpoint", "tau", "C", "speedup", "95% interval", "costs of",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,10 +108,10 @@ def _explain_left_out(
         any(prediction.is_inside_grid(bounds, tree.shape, step.batch) for step in cost.plain) for tree in replayed
     ]
     if outside := inside.count(False):
-        axes = ", ".join(
-            f"{axis} {low}" + (f" to {high}" if high > low else "") for axis, (low, high) in bounds.items()
-        )
-        return [f"{name}: {outside} of {len(replayed)} trees of {checkpoint} lie outside what was timed ({axes})"]
+        axes = [f"{axis} {low}" + (f" to {high}" if high > low else "") for axis, (low, high) in bounds.items()]
+        return [
+            f"{name}: {outside} of {len(replayed)} trees of {checkpoint} lie outside what was timed ({', '.join(axes)})"
+        ]
     return []
 
 
@@ -141,41 +138,20 @@ def format_launch_table(launch: list[LaunchAdvice]) -> list[str]:
     if not launch:
         return []
     rows = [
-        (
-            row.engine, f"{row.concurrency:g}", format_advice(row), format_tree(row.shape.name), row.checkpoint,
-            format_number(row.tau), format_number(row.C), f"{row.speedup:.2f}x",
-            format_interval(row.low, row.high, NO_INTERVAL), describe_cost(row),
-        )
+        {
+            "launch": row.engine, "concurrency": f"{row.concurrency:g}", "speculate": format_advice(row),
+            "tree": format_tree(row.shape.name), "checkpoint": row.checkpoint, "tau": format_number(row.tau),
+            "C": format_number(row.C), "speedup": f"{row.speedup:.2f}x",
+            "95% interval": format_interval(row.low, row.high, NO_INTERVAL), "costs of": describe_cost(row),
+        }
         for row in launch
     ]  # fmt: skip
-    heading, *lines = align_columns([LAUNCH_HEADINGS, *rows])
+    heading, *lines = align_columns([tuple(rows[0]), *(tuple(row.values()) for row in rows)])
     shown = ["When to speculate, and how: predicted, but where the last column says measured", heading]
     for line, row in zip(lines, launch, strict=True):
         needs = describe_needs(row)
         shown += [line, *([f"    {shlex.join(row.flags)}{f'    # {needs}' if needs else ''}"] if row.flags else [])]
-    shown += [describe_limit(limit) for limit in prediction.find_limits(launch)]
     return shown
-
-
-def describe_limit(limit: SpeculationLimit) -> str:
-    """Return up to which concurrency speculation is worth enabling, in words."""
-    load = f", {limit.workload}, {limit.max_new_tokens} tokens" if limit.workload else ""
-    first, last = limit.concurrencies[0], limit.concurrencies[-1]
-    enabled, undecided = (", ".join(map(str, caps)) for caps in (limit.enabled, limit.undecided))
-    if limit.undecided:
-        which = "every concurrency" if limit.undecided == limit.concurrencies else f"{undecided} at once"
-        advice = f"can't tell at {which}: no interval, or too wide a one (repeats: 3, more trees)"
-        advice += f"; speculate at {enabled}" if enabled else ""
-    elif limit.off_above == 0:
-        advice = f"leave speculation off: from {first} to {last} at once no tree's interval lies above 1"
-    elif limit.off_above is not None:
-        beyond = next(cap for cap in limit.concurrencies if cap > limit.off_above)
-        advice = f"turn speculation off above {limit.off_above} at once: at {beyond} no tree's interval lies above 1"
-    elif limit.enabled == limit.concurrencies:
-        advice = f"speculate at every concurrency that was timed, {first} to {last}"
-    else:
-        advice = f"speculate at {enabled} at once, not at the others that were timed"
-    return f"{limit.engine}{load}: {advice}"
 
 
 def format_advice(row: LaunchAdvice) -> str:
@@ -191,8 +167,6 @@ class CostsPage:
     """The content of templates/costs.html.j2."""
 
     found: CostPrediction
-    limits: list[str]  # up to which concurrency to speculate, a sentence for each load
-    by_concurrency: list["ConcurrencyTable"]
     tops: list[tuple[int, list[PredictedSpeedup]]]  # at each load: how many trees were predicted, and the first of them
     disagreeing: list[ComparedPrediction]  # beyond both intervals
     undecided: int  # cells that can't be compared for want of an interval
@@ -201,34 +175,16 @@ class CostsPage:
     svg: Any
 
 
-@dataclass(frozen=True)
-class ConcurrencyTable:
-    """Predicted speedups of the best trees of a load at every concurrency."""
-
-    first: PredictedSpeedup
-    concurrencies: list[int]
-    lines: list[tuple[PredictedSpeedup, list[PredictedSpeedup | None]]]  # (one of the tree's, that of each concurrency)
-    best: set[int]  # ids of the tree to choose at each concurrency
-
-    @property
-    def headings(self) -> list[tuple[str, str]]:
-        """Return the two lines above each concurrency's column."""
-        return [(str(cap), "at once") for cap in self.concurrencies]
-
-    def is_best(self, row: PredictedSpeedup) -> bool:
-        return id(row) in self.best
-
-
 def build_costs_page(found: CostPrediction) -> CostsPage:
     compared = found.compared
     errors = [math.log(row.predicted.speedup / row.measured.speedup) for row in compared] or [0.0]
     draw = partial(draw_predictions, rows=compared)
-    groups = _group_predictions(found.known, lambda row: row.conditions)
+    by_load: dict[SpeedupConditions, list[PredictedSpeedup]] = {}
+    for row in found.known:
+        by_load.setdefault(row.conditions, []).append(row)
     return CostsPage(
         found,
-        limits=[describe_limit(limit) for limit in prediction.find_limits(found.launch)],
-        by_concurrency=_build_concurrency_tables(found.known),
-        tops=[(len(rows), _take_first(sorted(rows, key=lambda row: -row.speedup), MAX_TABLE_TREES)) for rows in groups],
+        tops=[(len(rows), _take_fastest(rows)) for rows in by_load.values()],
         disagreeing=[row for row in compared if row.agrees is False],
         undecided=sum(row.agrees is None for row in compared),
         rms=math.sqrt(fmean(error**2 for error in errors)),
@@ -237,40 +193,11 @@ def build_costs_page(found: CostPrediction) -> CostsPage:
     )
 
 
-def _take_first(ordered: list[PredictedSpeedup], count: int) -> list[PredictedSpeedup]:
-    """Return the first `count` rows, and the first of each checkpoint that none of these is of."""
+def _take_fastest(rows: list[PredictedSpeedup]) -> list[PredictedSpeedup]:
+    """Return the fastest MAX_TABLE_TREES trees, and the fastest of each checkpoint that none of these is of."""
+    ordered = sorted(rows, key=lambda row: -row.speedup)
     firsts = {row.checkpoint: row for row in reversed(ordered)}
-    return [row for at, row in enumerate(ordered) if at < count or row is firsts[row.checkpoint]]
-
-
-def _group_predictions(
-    rows: list[PredictedSpeedup], get_conditions: Callable[[PredictedSpeedup], SpeedupConditions]
-) -> list[list[PredictedSpeedup]]:
-    """Return the predictions that share these conditions."""
-    groups: dict[SpeedupConditions, list[PredictedSpeedup]] = {}
-    for row in rows:
-        groups.setdefault(get_conditions(row), []).append(row)
-    return list(groups.values())
-
-
-def _build_concurrency_tables(rows: list[PredictedSpeedup]) -> list[ConcurrencyTable]:
-    """Return a table of each load with several concurrencies: trees that _take_first takes at one of them."""
-    tables = []
-    for group in _group_predictions(rows, lambda row: row.conditions._replace(concurrency=None)):
-        caps = sorted({row.concurrency for row in group})
-        of_tree: dict[tuple[str, Any], dict[int, PredictedSpeedup]] = {}
-        for row in group:
-            of_tree.setdefault((row.checkpoint, row.shape), {})[row.concurrency] = row
-        fastest = {
-            cap: sorted((row for row in group if row.concurrency == cap), key=lambda row: row.preference, reverse=True)
-            for cap in caps
-        }
-        few = max(2, MAX_TABLE_TREES // len(caps))
-        shown = dict.fromkeys((row.checkpoint, row.shape) for cap in caps for row in _take_first(fastest[cap], few))
-        if len(caps) > 1:
-            lines = [(next(iter(of_tree[tree].values())), [of_tree[tree].get(cap) for cap in caps]) for tree in shown]
-            tables.append(ConcurrencyTable(group[0], caps, lines, {id(fastest[cap][0]) for cap in caps}))
-    return tables
+    return [row for at, row in enumerate(ordered) if at < MAX_TABLE_TREES or row is firsts[row.checkpoint]]
 
 
 def draw_predictions(axes: Any, rows: list[ComparedPrediction]) -> list[PlotPoint]:

@@ -1,7 +1,8 @@
 """The evidence of the verdict: predicted and measured speedups by load."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions
 from stages.cells.table import ResultRow
@@ -39,19 +40,21 @@ Measurements = dict[SpeedupConditions, list[SpeedupEvidence]]
 
 def collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[PredictedSpeedup]) -> Predictions:
     """Return the preferred predicted tree of each load: of a served engine that which can be launched, where one can."""
-    found: dict[SpeedupConditions, PredictedSpeedup] = {}
-    for advice in (advice for advice in launch if not advice.measured):
-        if advice.conditions not in found or advice.speedup > found[advice.conditions].speedup:
-            found[advice.conditions] = advice
-    advised = dict(found)
-    for row in predicted:
-        best = found.get(row.conditions)
-        if row.conditions not in advised and (best is None or row.preference > best.preference):
-            found[row.conditions] = row
+    advised = _index_best((row for row in launch if not row.measured), lambda row: row.speedup)
+    found = advised | _index_best(predicted, lambda row: row.preference) | advised
     return {
         conditions: SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
         for conditions, row in found.items()
     }
+
+
+def _index_best(
+    rows: Iterable[PredictedSpeedup], key: Callable[[PredictedSpeedup], Any]
+) -> dict[SpeedupConditions, PredictedSpeedup]:
+    best: dict[SpeedupConditions, PredictedSpeedup] = {}
+    for row in rows:
+        best[row.conditions] = max(best.get(row.conditions, row), row, key=key)
+    return best
 
 
 def collect_measured(rows: Iterable[ResultRow], doubted: Collection[str]) -> Measurements:

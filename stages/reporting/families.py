@@ -5,13 +5,12 @@ SGLang and vLLM run the chain of a block draft's whole block; its other trees ru
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from stages.cells.prediction import PredictedSpeedup, index_torch_predictions
 from stages.cells.replay_records import ReplayedTree
 from stages.params.families import DraftKind
-from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, make_tree_point, render_svg
+from stages.reporting.plots import PlotPoint, cycle_styles, make_tree_point
 from stages.reporting.trees import choose_budgets, find_pareto_front
 
 Families = Mapping[str, DraftKind]  # by checkpoint
@@ -27,18 +26,6 @@ class FamilyLine:
     tree: ReplayedTree
     known: PredictedSpeedup | None  # of the torch engine, one prompt at a time: measured, else by its costs
 
-    @property
-    def engines(self) -> str:
-        return self.family.list_engines(self.tree.shape)
-
-
-@dataclass(frozen=True)
-class FamiliesPage:
-    """The part of templates/which_tree.html.j2 on families."""
-
-    lines: list[FamilyLine]
-    plot: Any
-
 
 def select_shared_trees(replays: Mapping[str, list[ReplayedTree]]) -> dict[str, list[ReplayedTree]]:
     """Return each checkpoint's trees of the shapes that all checkpoints have; all of its trees where they share none.
@@ -50,15 +37,15 @@ def select_shared_trees(replays: Mapping[str, list[ReplayedTree]]) -> dict[str, 
     return {name: [tree for tree in trees if not shared or tree.shape in shared] for name, trees in replays.items()}
 
 
-def build_families_page(
+def choose_family_lines(
     replays: Mapping[str, list[ReplayedTree]], families: Families, known: Iterable[PredictedSpeedup]
-) -> FamiliesPage | None:
-    """Return the page's part; None where all replayed checkpoints are of EAGLE-3. `replays` are of temperature 0.
+) -> list[FamilyLine]:
+    """Return each checkpoint's trees to compare; none where all replayed checkpoints are of EAGLE-3.
 
-    `known` are predictions, with measured speedups in the place of those of the same tree and load.
+    `replays` are of temperature 0; `known` are predictions, measured speedups in the place of those of the same tree and load.
     """
     if all(families[name].family.has_root for name in replays):
-        return None
+        return []
     guesses = index_torch_predictions(known)
     lines = []
     budgets = choose_budgets([tree for trees in replays.values() for tree in trees])
@@ -72,18 +59,13 @@ def build_families_page(
         for kind, group in kinds.items():
             # The fastest tree. EAGLE-3's depth is free, so that its tree of highest tau is seldom the fastest.
             found = [FamilyLine(name, family, kind, t, guesses.get((t.temperature, name, t.shape))) for t in group]
-            best = max(
-                found, key=lambda line: (line.known.preference if line.known else (), line.tree.tau), default=None
-            )
-            lines += [best] if best else []
-    draw: DrawPlot = partial(draw_fronts, replays=replays, families=families)
-    return FamiliesPage(lines, render_svg(draw, "tau against num_draft_tokens, by family"))
+            if found:
+                lines.append(max(found, key=lambda line: (line.known.preference if line.known else (), line.tree.tau)))
+    return lines
 
 
 def draw_fronts(axes: Any, replays: Mapping[str, list[ReplayedTree]], families: Families) -> list[PlotPoint]:
-    """Draw a line per checkpoint: its trees whose tau no tree of as few or fewer tokens reaches. Trees that a serving engine
-    runs are filled marks.
-    """
+    """Draw the front of each checkpoint as a line; trees that a serving engine runs are filled marks."""
     plot_points: list[PlotPoint] = []
     for (name, trees), style in zip(replays.items(), cycle_styles(), strict=False):
         front, family = find_pareto_front(trees), families[name]

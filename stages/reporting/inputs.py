@@ -1,25 +1,19 @@
-"""Everything that the report shows, as stages/report.py read it."""
+"""Everything that the report shows, as stages/report.py read it: the reports of stages, and what was derived."""
 
-import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
+
 from stages.cells.cell import Cell
-from stages.cells.prediction import LaunchAdvice
+from stages.cells.record import Record
 from stages.cells.replay_records import ReplayedTree, TreeBucket
 from stages.cells.table import ResultRow, TableLine
 from stages.cells.training_records import DraftReport, TrainingReport
-from stages.engines import versions
-from stages.params import engines
 from stages.reporting.costs import CostPrediction
 from stages.reporting.families import Families
-from stages.reporting.text import format_interval, format_tree
 from stages.reporting.verdict import Verdict
 from stages.telemetry.stage_log import StageRun
-
-StageReport = dict[str, Any]  # the JSON that a stage reports of itself; the page shows every value
-FLOW_STAGES = ("fix_data", "sample_target", "extract_hiddens")
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class ReportInputs:
     replays: dict[str, list[ReplayedTree]]  # checkpoint -> its trees, replayed at temperature 0
     families: Families  # of every replayed checkpoint and every one with cells
     tree_statistics: dict[str, list[TreeBucket]]  # checkpoint -> buckets of cycles of some trees
-    reports: dict[str, StageReport]
+    reports: dict[str, dict[str, Any]]  # what each stage reports of itself; the page shows every value
     trained: dict[str, TrainingReport]  # by checkpoint
     predicted: CostPrediction
     stage_runs: dict[str, StageRun]  # the last logged run of each stage; cells hold their own figures
@@ -73,12 +67,9 @@ class ReportInputs:
 
     def count_rows(self) -> list[StageRowCounts]:
         """Return the rows in, out and dropped by reason of each stage that changes how many there are."""
-        found = []
-        for stage in FLOW_STAGES:
-            report = self.reports[stage]
-            dropped = report["dropped_reasons"] if stage == "fix_data" else report["dropped"]
-            found.append(StageRowCounts(stage, report["rows_in"], report["rows_out"], dropped))
-        return found
+        keys = {"fix_data": "dropped_reasons", "sample_target": "dropped", "extract_hiddens": "dropped"}
+        reports = [(stage, self.reports[stage], key) for stage, key in keys.items()]
+        return [StageRowCounts(stage, one["rows_in"], one["rows_out"], one[key]) for stage, one, key in reports]
 
     def select_checkpoint_lines(self, checkpoint: str | None) -> list[TableLine]:
         """Return the lines decoded prompt by prompt of this checkpoint, or all such lines where it has none."""
@@ -86,42 +77,51 @@ class ReportInputs:
         return [line for line in lines if line.row.checkpoint == checkpoint] or lines
 
 
-def describe_older_engines(launch: Iterable[LaunchAdvice]) -> list[str]:
-    """Return lines for each advised draft that needs a version of its engine which is not known to be installed here."""
-    lines, newer = [], {}
-    for row in launch:
-        if row.min_version is None:
-            continue
-        installed = versions.find_version(row.engine, engines.locate_program(row.engine))
-        if installed and versions.parse_release(installed) >= versions.parse_release(row.min_version):
-            continue
-        lines += _describe_runner_up(row, installed)
-        newer[row.engine] = row.min_version
-    return [*lines, *(_advise_install(engine, version) for engine, version in newer.items())]
+# Reports of stages
 
 
-def _describe_runner_up(row: LaunchAdvice, installed: str | None) -> list[str]:
-    """Return the best tree of the load that older versions run, with its flags."""
-    version = f"{row.engine} {installed}, installed here," if installed else f"{row.engine} before {row.min_version}"
-    line = f"{version} does not know the draft {row.checkpoint}; the best that it runs at concurrency {row.concurrency:g}: "
-    best = row.runner_up
-    if best is None:
-        return [f"{line}no other draft is predicted"]
-    speedup = f"{best.speedup:.2f}x ({format_interval(best.low, best.high, 'no interval')})"
-    line += f"{format_tree(best.shape.name)} of {best.checkpoint}, predicted {speedup}"
-    if best.enable:
-        return [line, f"    {shlex.join(best.flags)}"]
-    off = "it can't be told whether to speculate" if best.is_undecided else "leave speculation off"
-    return [f"{line}: {off}"]
+class StageReport(Record, extra="allow"):
+    """The JSON that a stage reports of itself: the keys that the page shows by name; other keys pass as they are."""
 
 
-def _advise_install(engine: str, version: str) -> str:
-    """Return how to get the version: by one of the lists in serving-env/, where there is one."""
-    name = f"{engine}-{version}"
-    if not (engines.ENVIRONMENTS_FOLDER / f"{name}.txt").exists():
-        return f"to launch the first, get {engine} {version} or later"
-    program = engines.ENVIRONMENTS_FOLDER / name / "bin" / engine
-    how = f"benchmark_served.servers.{engine}.command: [{program}, serve]"
-    if program.exists():
-        return f"{engine} {version} is in {program.parent.parent}: {how}"
-    return f"to get {engine} {version}: make serving-env ENGINE={name}, and {how}"
+class FixReport(StageReport):
+    rows_in: int
+    rows_out: int
+    seconds: float
+    rules: dict[str, int]
+    dropped_reasons: dict[str, int]
+    examples: dict[str, dict[str, str]]  # by rule: origin, before, after
+    formats: dict[str, int]
+    hub: dict[str, dict[str, Any]]  # by file: dataset, split, commit
+    unread_keys: dict[str, int] = Field(default_factory=dict)
+
+
+class ExtractionReport(StageReport):
+    rows_in: int
+    rows_out: int
+    dropped: dict[str, int]
+    seconds: float
+
+
+class SampleReport(ExtractionReport):
+    target: str = ""
+    sources: dict[str, dict[str, dict[str, int]]]  # by split and file: questions asked and not_asked
+    preview: list[dict[str, Any]]
+    warnings: list[str] = Field(default_factory=list)
+
+
+class VocabularyReport(StageReport):
+    draft_vocab_size: int
+    target_vocab_size: int
+    coverage_train: float
+    coverage_eval: float
+
+
+class OverfitReport(StageReport):
+    tau: float
+    perfect_tau: float = 0.0
+    required_tau: float
+    min_tau: float
+    steps: int
+    losses: list[float]
+    block_drafts: dict[str, dict[str, Any]] = Field(default_factory=dict)  # tau, perfect_tau and required_tau of each

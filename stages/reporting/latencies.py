@@ -80,15 +80,11 @@ def _summarise_spread(about: str, answers: dict[str, list[RequestRow]], names: d
             percentiles[name] = np.percentile(values, PERCENTILES).tolist() if values else None
         rows.append(LatencyLine(tree, len(found), percentiles))
     shown = rows[-MAX_PLOT_LINES:]
-    drawn = {
-        name: plots.render_svg(
-            partial(draw_latencies, rows=[row for row in shown if row.percentiles[name]], name=name, label=label),
-            f"Latencies, {about}: {label}",
-            1 + len(shown) / 4,
-        )
-        for name, label in names.items()
-        if any(row.percentiles[name] for row in shown)
-    }
+    drawn = {}
+    for name, label in names.items():
+        if known := [row for row in shown if row.percentiles[name]]:
+            draw = partial(draw_latencies, rows=known, name=name, label=label)
+            drawn[name] = plots.render_svg(draw, f"Latencies, {about}: {label}", 1 + len(shown) / 4)
     return LatencyGroup(about, names, rows, drawn)
 
 

@@ -17,7 +17,7 @@ from stages.params.tree_shape import TreeShape
 from stages.reporting import plots
 from stages.reporting.plots import INK_COLOUR, PlotPoint, cycle_styles, make_tree_point
 from stages.reporting.text import format_interval
-from stages.reporting.trees import find_pareto_front, select_best_steps, thin_front
+from stages.reporting.trees import find_pareto_front, select_best_steps
 
 PLOT_HEIGHT = 2.75  # inches; two plots and the main table fit on one screen
 
@@ -50,25 +50,17 @@ def build_overview(
         for tree in trees
     ]
     marked = [tree for tree in trees if tree.shape.name in chosen]
-    drawn = {
-        "speedup": None,
-        "tau": plots.render_svg(
-            partial(draw_chosen_trees, trees=trees, chosen=marked), "tau against verified tokens", PLOT_HEIGHT
-        ),
-    }
     timed = [row for row in rows if row.speedup is not None]
+    draw_tau = partial(draw_chosen_trees, trees=trees, chosen=marked)
+    draw_speedup = partial(draw_tree_speedups, lines=lines, rows=timed)
+    drawn = {"speedup": None, "tau": plots.render_svg(draw_tau, "tau against verified tokens", PLOT_HEIGHT)}
     if timed or any(line.predicted for line in lines):
-        drawn["speedup"] = plots.render_svg(
-            partial(draw_tree_speedups, lines=lines, rows=timed), "speedup against verified tokens", PLOT_HEIGHT
-        )
+        drawn["speedup"] = plots.render_svg(draw_speedup, "speedup against verified tokens", PLOT_HEIGHT)
     return Overview(lines, drawn)
 
 
 def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[ReplayedTree]) -> list[PlotPoint]:
-    """Draw a point per topk and num_draft_tokens, the front as a line, and a ring and a name around each chosen tree.
-
-    Without chosen trees some of the front are named.
-    """
+    """Draw a point per topk and num_draft_tokens, the front as a line, and a ring and a name around each chosen tree."""
     best = select_best_steps(trees)
     for topk, style in zip(sorted({t.topk for t in trees}), cycle_styles(), strict=False):
         points = [t for t in best if t.topk == topk]
@@ -81,7 +73,7 @@ def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[Replaye
     top, low = max(t.tau for t in trees), min(t.tau for t in best)
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau")
     axes.set_ylim(top=top + 0.05 * (top - low + 0.1))
-    named = [replace(make_tree_point(tree), name=tree.shape.name[1:]) for tree in chosen or thin_front(front)]
+    named = [replace(make_tree_point(tree), name=tree.shape.name[1:]) for tree in chosen]
     return [*map(make_tree_point, [*best, *chosen]), *named]
 
 

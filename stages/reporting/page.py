@@ -4,21 +4,21 @@ import base64
 import difflib
 import hashlib
 import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stages.cells.cell import RAN, Acceptance, Cell
+from stages.cells.cell import RAN
 from stages.cells.table import ResultRow, TableLine
 from stages.cells.training_records import list_held_out
 from stages.params.tree_shape import Load
 from stages.params.units import format_duration
 from stages.reporting import costs, families, latencies, overview, plots, provenance, served, tables, trees
-from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
+from stages.reporting.inputs import ReportInputs, ReportSettings
+from stages.reporting.served_sweeps import holds_one
 from stages.reporting.summary import ResultSummary, choose_shown_checkpoint, get_badge
-from stages.reporting.text import format_gib, format_interval, format_number, format_spread, format_tree, mark_times
+from stages.reporting.text import format_gib, format_interval, format_number, format_tree, mark_times
 from stages.reporting.verdict import MAX_WARNINGS
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -37,7 +37,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"Load": Load, "row_headings": _list_headings}
+    environment.globals |= {"Load": Load, "row_headings": _list_headings, "holds_one": holds_one}
     environment.filters |= {
         "advice": costs.format_advice,
         "command": shlex.join,
@@ -52,7 +52,6 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "load": Load.shorten,
         "scalars": _select_scalars,
         "span": format_interval,
-        "spread": format_spread,
         "tau_gap": tables.explain_tau_gap,
         "columns": lambda row: mark_times(tables.format_columns(row, on_page=True)),
         "unsupported": tables.describe_unsupported,
@@ -63,10 +62,9 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
     ran, fixed = [cell for cell in found.cells if cell.status == RAN], found.reports["fix_data"]
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     return environment.get_template("page.html.j2").render(
-        title=settings.title,
-        model=settings.model,
+        **vars(settings),
+        **vars(found),
         metrics=metrics,
-        verdict=found.verdict,
         max_warnings=MAX_WARNINGS,
         badge=get_badge(metrics),
         best=best,
@@ -77,13 +75,10 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         **_build_results(settings, found, shown),
         **_build_replays(settings, found, metrics, shown),
         flow=found.count_rows(),
-        reports=found.reports,
         diffs={rule: diff_lines(e["before"], e["after"]) for rule, e in fixed["examples"].items()},
         costs=costs.build_costs_page(found.predicted),
         no_interval=costs.NO_INTERVAL,
         took=provenance.summarise_stage_runs(found.stage_runs, ran),
-        trained=found.trained,
-        imported=settings.imported,
     )
 
 
@@ -122,31 +117,32 @@ def _build_replays(
     shown_trees, duel = found.replays.get(shown or "", []), None
     trained = {name: run for name, run in found.trained.items() if name not in settings.other_methods}
     curves = sorted(list_held_out(found.trained))
-    drawn: dict[str, tuple[str, plots.DrawPlot] | None] = {
+    by_family = families.choose_family_lines(found.replays, found.families, found.predicted.known)
+    drawn: dict[str, tuple[str, plots.DrawPlot]] = {
         "loss": ("Training loss per epoch", partial(plots.draw_loss, trained=trained)),
         "accuracy": ("Accuracy per training-time-test step", partial(plots.draw_accuracy, trained=trained)),
-        "held_out": ("Accept length on eval answers by epoch", partial(plots.draw_held_out, curves=curves))
-        if curves
-        else None,
-        "tokens": ("tau against num_draft_tokens", partial(plots.draw_tau_by_tokens, trees=shown_trees))
-        if shown_trees
-        else None,
     }
+    if curves:
+        drawn["held_out"] = ("Accept length on eval answers by epoch", partial(plots.draw_held_out, curves=curves))
+    if shown_trees:
+        drawn["tokens"] = ("tau against num_draft_tokens", partial(plots.draw_tau_by_tokens, trees=shown_trees))
+    if by_family:
+        fronts = partial(families.draw_fronts, replays=found.replays, families=found.families)
+        drawn["families"] = ("tau against num_draft_tokens, by family", fronts)
     other = next(iter(others), None)
     theirs = {tree.shape: tree.tau for tree in found.replays[other]} if other else {}
     pairs = [(t.tau, theirs[t.shape]) for t in found.replays.get(best, []) if t.shape in theirs]
     if other and pairs:  # a block draft may share no tree with EAGLE-3
         won, lost = sum(x > y for x, y in pairs), sum(x < y for x, y in pairs)
-        duel = trees.CheckpointComparison(best, other, len(pairs), won, lost)
+        duel = {"other": other, "of": len(pairs), "won": won, "lost": lost}
     return {
         "trees": len(shown_trees),
         "compared_trees": len(shared.get(best, ())),
-        "families": found.families,
-        "by_family": families.build_families_page(found.replays, found.families, found.predicted.known),
+        "by_family": by_family,
         "heats": [trees.build_heatmap(shown_trees, budget) for budget in trees.choose_budgets(shown_trees)],
         "duel": duel,
         "held_out": curves,
-        "plots": {name: plot and plots.render_svg(plot[1], plot[0]) for name, plot in drawn.items()},
+        "plots": {name: plots.render_svg(draw, title) for name, (title, draw) in drawn.items()},
         "inside": bool(shown_trees)
         and trees.build_trees_page(shown_trees, found.tree_statistics[shown or ""], settings.benchmark_trees),
     }
@@ -155,46 +151,27 @@ def _build_replays(
 # Measured cells
 
 
-def _list_headings(hidden: list[str]) -> list[tuple[str, str]]:
-    """Return the heads of the page's table of cells but for the `hidden` fields."""
-    shown = ResultRow.list_view(in_turns=True, on_page=True).items()
+def _list_headings(in_turns: bool, hidden: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Return the heads of a table of cells but for the `hidden` fields."""
+    shown = ResultRow.list_view(in_turns, on_page=True).items()
     return [column.heading for name, column in shown if column.heading and name not in hidden]
 
 
-@dataclass
-class AcceptanceHistogram:
-    """How many drafts each verify cycle of one cell accepted, and why this cell is shown."""
-
-    cell: Cell
-    acceptance: Acceptance
-    reasons: list[str]
-
-    @property
-    def cycles(self) -> int:
-        return sum(self.acceptance.histogram)
-
-    @property
-    def bars(self) -> list[float]:
-        """Return the share of the cycles that accepted 0, 1, 2, … drafts."""
-        return [count / self.cycles for count in self.acceptance.histogram]
-
-
-def _select_histograms(lines: list[TableLine]) -> list[AcceptanceHistogram]:
-    """Return the histograms of at most four representative trees; cells without a cycle have none."""
-    chains = [line for line in lines if line.row.topk == 1]
-    faster = [line for line in lines if line.row.is_faster]
+def _select_histograms(lines: list[TableLine]) -> list[tuple[TableLine, list[str]]]:
+    """Return at most four representative trees of which cycles were counted, and why each is shown."""
+    counted = [line for line in lines if line.point and line.point.acceptance and any(line.point.acceptance.histogram)]
+    chains = [line for line in counted if line.row.topk == 1]
+    faster = [line for line in counted if line.row.is_faster]
     picks = [
-        ("highest tau", max(lines, key=lambda line: line.row.tau or 0.0, default=None)),
+        ("highest tau", max(counted, key=lambda line: line.row.tau or 0.0, default=None)),
         ("fastest", max(faster, key=lambda line: line.row.speedup or 0.0, default=None)),
         ("longest chain", max(chains, key=lambda line: line.row.shape.num_steps, default=None)),
-        ("lowest tau", min(lines, key=lambda line: line.row.tau or 0.0, default=None)),
+        ("lowest tau", min(counted, key=lambda line: line.row.tau or 0.0, default=None)),
     ]
-    shown: dict[tuple[str, str | None], AcceptanceHistogram] = {}
+    shown: dict[int, tuple[TableLine, list[str]]] = {}
     for reason, line in picks:
-        acceptance = line.point.acceptance if line and line.point else None
-        if line and acceptance and any(acceptance.histogram):
-            key = line.row.workload, line.row.tree
-            shown.setdefault(key, AcceptanceHistogram(line.cell, acceptance, [])).reasons.append(reason)
+        if line:
+            shown.setdefault(id(line), (line, []))[1].append(reason)
     return list(shown.values())
 
 
@@ -207,5 +184,5 @@ def diff_lines(before: str, after: str) -> list[tuple[str, str]]:
     return [(line[0], line[1:]) for line in lines][3:]  # without the heading: two file names and the first position
 
 
-def _select_scalars(report: StageReport) -> StageReport:
+def _select_scalars(report: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in report.items() if isinstance(v, int | float | str) and k not in ("rows_in", "rows_out")}

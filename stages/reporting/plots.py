@@ -159,10 +159,6 @@ def count_legend_columns(series: int) -> int:
     return 1 + series // 7
 
 
-def _cycle_colours() -> Iterator[str]:
-    return itertools.cycle(SERIES_COLOURS)
-
-
 def cycle_styles() -> Iterator[dict[str, str]]:
     """Yield a style per series: another colour each, then the same colours with other marks and lines."""
     for marker, line in itertools.cycle((("o", "-"), ("s", "--"), ("^", ":"))):
@@ -176,8 +172,9 @@ def make_tree_point(tree: ReplayedTree, suffix: str = "") -> PlotPoint:
     return PlotPoint(tree.num_draft_tokens, tree.tau, f"{tree.shape.name[1:]}: tau {tree.tau:.2f}{interval}{suffix}")
 
 
-def draw_lines(axes: Any, lines: dict[str, list[PlotPoint]]) -> list[PlotPoint]:
+def draw_lines(axes: Any, lines: dict[str, list[PlotPoint]], xlabel: str, ylabel: str) -> list[PlotPoint]:
     """Draw a line through the points of each name; one without points keeps its style. Return all points."""
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     for (name, points), style in zip(lines.items(), cycle_styles(), strict=False):
         if points:
             axes.plot([point.x for point in points], [point.y for point in points], **style, label=name)
@@ -190,12 +187,9 @@ def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None =
     for tree in sorted(trees, key=lambda t: t.tau, reverse=True):
         if steps in (None, tree.num_steps):
             best[tree.topk].setdefault(tree.num_draft_tokens, tree)
-    axes.set(
-        xlabel="num_draft_tokens", ylabel=f"tau, at {'the best num_steps' if steps is None else f'num_steps {steps}'}"
-    )
-    return draw_lines(
-        axes, {f"topk {topk}": [make_tree_point(found[n]) for n in sorted(found)] for topk, found in best.items()}
-    )
+    lines = {f"topk {topk}": [make_tree_point(found[n]) for n in sorted(found)] for topk, found in best.items()}
+    which = "the best num_steps" if steps is None else f"num_steps {steps}"
+    return draw_lines(axes, lines, "num_draft_tokens", f"tau, at {which}")
 
 
 def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
@@ -206,7 +200,7 @@ def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
     order: list[str] = []  # parents before children
     while len(order) < len(trained):
         order += [n for n, t in trained.items() if n not in order and (t.from_ in order or t.from_ not in trained)]
-    for name, colour in zip(order, _cycle_colours(), strict=False):
+    for name, colour in zip(order, itertools.cycle(SERIES_COLOURS), strict=False):
         parent, epochs = trained[name].from_, trained[name].epochs
         start, losses = ends.get(parent, 0), [epoch.loss for epoch in epochs]
         joined = [(start, last[parent])] if parent in last else []
@@ -226,49 +220,22 @@ def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
 
 def draw_held_out(axes: Any, curves: list[HeldOutCurve]) -> list[PlotPoint]:
     """Draw what a chain of three accepts of eval answers after each epoch."""
-    axes.set(xlabel="epoch", ylabel="tokens a cycle, chain of 3")
-    lines = {}
-    for curve in curves:
-        points = zip(curve.epochs, curve.accept_lengths, strict=True)
-        lines[curve.name] = [
-            PlotPoint(x, y, f"{curve.name}: {y:.2f} tokens a cycle after epoch {x}") for x, y in points
+    lines = {
+        curve.name: [
+            PlotPoint(x, y, f"{curve.name}: {y:.2f} tokens a cycle after epoch {x}")
+            for x, y in zip(curve.epochs, curve.accept_lengths, strict=True)
         ]
-    return draw_lines(axes, lines)
+        for curve in curves
+    }
+    return draw_lines(axes, lines, "epoch", "tokens a cycle, chain of 3")
 
 
 def draw_accuracy(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
-    axes.set(xlabel="training-time-test step", ylabel="accuracy after the last epoch (%)")
-    lines = {}
-    for name, report in trained.items():
-        points = enumerate((100 * share for share in report.epochs[-1].step_accuracy), 1)
-        lines[name] = [PlotPoint(x, y, f"{name}: {y:.1f}% at step {x}") for x, y in points]
-    return draw_lines(axes, lines)
-
-
-@dataclass(frozen=True)
-class SpeedupPlot:
-    """Lines of speedups over the concurrency, or over the answer length."""
-
-    lines: dict[
-        str, list[tuple[float, float, float | None, float | None]]
-    ]  # (x, speedup, low, high); None of one repeat
-    axis: str
-
-    def draw(self, axes: Any) -> list[PlotPoint]:
-        from matplotlib.ticker import NullLocator
-
-        plot_points, ticks = [], sorted({x for points in self.lines.values() for x, *_ in points})
-        axes.set_xscale("log", base=2)
-        axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
-        for (name, points), colour in zip(self.lines.items(), _cycle_colours(), strict=False):
-            xs, ys, lows, highs = zip(*points, strict=True)
-            axes.plot(xs, ys, marker="o", color=colour, label=name)
-            if None not in (*lows, *highs):
-                axes.vlines(xs, lows, highs, color=colour, linewidth=0.9)
-            for x, y, low, high in points:
-                interval = "" if low is None else f" ({low:.2f}-{high:.2f})"
-                plot_points.append(PlotPoint(x, y, f"{name}, {self.axis} {x:g}: {y:.2f}×{interval}"))
-        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set(xlabel=self.axis, ylabel="speedup over plain decoding")
-        return plot_points
+    lines = {
+        name: [
+            PlotPoint(step, 100 * share, f"{name}: {100 * share:.1f}% at step {step}")
+            for step, share in enumerate(report.epochs[-1].step_accuracy, 1)
+        ]
+        for name, report in trained.items()
+    }
+    return draw_lines(axes, lines, "training-time-test step", "accuracy after the last epoch (%)")

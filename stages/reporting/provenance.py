@@ -88,26 +88,17 @@ class StageRunTotals:
     gpu_seconds: float
     gpus: str  # how many of which, in words
     joules: float | None  # None where a run on a GPU lacks them
+    is_counted: bool  # whether any GPU counted its energy
 
 
-@dataclass(frozen=True)
-class StageRunSummary:
-    """The content of the part "What it took"."""
-
-    lines: list[StageRunTotals]  # one per stage, and one per engine and workload of the cells
-    all: StageRunTotals
-    counted: bool  # whether any GPU counted its energy
-
-
-def summarise_stage_runs(stages: Mapping[str, StageRun | Cell], cells: Sequence[Cell]) -> StageRunSummary:
-    """Return sums of seconds, GPUs and joules of the last logged run of each stage, and of the cells."""
+def summarise_stage_runs(stages: Mapping[str, StageRun | Cell], cells: Sequence[Cell]) -> list[StageRunTotals]:
+    """Return sums of the last logged run of each stage, of the cells by engine and workload, and of all, which is last."""
     groups: dict[str, list[StageRun | Cell]] = {name: [run] for name, run in stages.items()}
     for cell in cells:
         stage = f"benchmark_served, {cell.engine}" if cell.is_served else "benchmark"
         groups.setdefault(f"{stage}, {cell.workload}", []).append(cell)
-    all_runs = [*stages.values(), *cells]
-    lines = [_sum_runs(name, records) for name, records in groups.items()]
-    return StageRunSummary(lines, _sum_runs("all", all_runs), any(record.joules is not None for record in all_runs))
+    groups["all"] = [*stages.values(), *cells]
+    return [_sum_runs(name, records) for name, records in groups.items()]
 
 
 def _sum_runs(stage: str, records: Sequence[StageRun | Cell]) -> StageRunTotals:
@@ -122,6 +113,7 @@ def _sum_runs(stage: str, records: Sequence[StageRun | Cell]) -> StageRunTotals:
         gpu_seconds=sum(record.seconds * len(record.gpus) for record in records),
         gpus="; ".join(gpus),
         joules=sum(known) if joules and len(known) == len(joules) else None,
+        is_counted=any(record.joules is not None for record in records),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.cells.cell import RAN, Cell
-from stages.cells.table import ResultRow, TableLine
+from stages.cells.table import TableLine
 from stages.reporting.provenance import MachineGroup, group_machines
 from stages.reporting.served_sweeps import LoadSweep, build_sweeps
 from stages.reporting.tables import MAX_TABLE_LINES, ResultGroup, group_loads
@@ -18,14 +18,13 @@ class ServedPage:
     """The content of templates/served.html.j2."""
 
     groups: list[ResultGroup]
-    sweeps: list[tuple[LoadSweep, Any]]  # each with its plot as an SVG
+    sweeps: list[LoadSweep]
     memory: dict[str, list[Cell]]  # by workload, of which any is known
     graded: list[TableLine]
     counted: list[TableLine]
     warnings: list[tuple[TableLine, str]]
     servers: list[tuple[str, str | None]]  # cell and command line, None for one that was already running
     machines: list[MachineGroup]
-    headings: list[tuple[str, str]]
     many: int = MAX_TABLE_LINES
 
 
@@ -42,7 +41,7 @@ def build_served_page(all_lines: list[TableLine]) -> ServedPage | None:
             memory.setdefault(f"{cell.workload}, {cell.engine}", []).append(cell)
     return ServedPage(
         groups=group_loads(rows),
-        sweeps=[(sweep, sweep.draw()) for sweep in build_sweeps(rows)],
+        sweeps=build_sweeps(rows),
         memory=memory,
         graded=[line for line in lines if line.point and line.point.quality],
         counted=[line for line in served if line.point and line.point.acceptance],
@@ -53,7 +52,6 @@ def build_served_page(all_lines: list[TableLine]) -> ServedPage | None:
             if cell.status == RAN and cell.is_served
         ],
         machines=group_machines(cells),
-        headings=[c.heading for c in ResultRow.list_view(in_turns=False, on_page=True).values() if c.heading],
     )
 
 

@@ -2,34 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 from stages.cells import prediction
 from stages.cells.table import ResultRow
 from stages.params.tree_shape import Load
-from stages.reporting import plots
 from stages.reporting.text import format_tree
-
-RowsByLoad = dict[Load, ResultRow]
-
-
-@dataclass(frozen=True)
-class SweepCell:
-    """One load of a sweep, in its heat table."""
-
-    row: ResultRow
-    weight: float  # strength of its colour, in 0..1
-
-    @property
-    def clear(self) -> bool:
-        """Return False where the speedup's interval holds 1."""
-        low, high = self.row.speedup_low, self.row.speedup_high
-        return low is None or high is None or not low <= 1 <= high
-
-    @property
-    def colour(self) -> float:
-        """Return the strength of its colour; none where the interval holds 1, or is not known."""
-        return self.weight if self.clear and self.row.speedup_low is not None else 0.0
 
 
 @dataclass(frozen=True)
@@ -40,18 +18,60 @@ class LoadSweep:
     workload: str
     checkpoint: str | None
     engine: str
-    of_trees: bool  # the best tree at each load
-    loads: int
-    slower: list[ResultRow]  # loads at which plain decoding is faster
-    cap_names: list[str]  # concurrencies, as the heat table heads them
-    heat: list[tuple[int, list[SweepCell | None]]]  # tokens, and by concurrency; None where that load was not measured
-    by_length: list[str]  # break-evens along the concurrency, one sentence per answer length
-    by_cap: list[str]  # break-evens along the answer length, one sentence per concurrency
-    plot: plots.SpeedupPlot | None
+    by_load: dict[Load, ResultRow]
+    of_trees: bool = False  # the best tree at each load
 
-    def draw(self) -> Any:
-        """Return the plot as an SVG; None where the sweep has no axis."""
-        return self.plot and plots.render_svg(self.plot.draw, f"Speedup of {self.name} over {self.plot.axis}")
+    @cached_property
+    def speedups(self) -> dict[Load, float]:
+        return {load: row.speedup for load, row in self.by_load.items() if row.speedup is not None}
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return sorted({load.max_new_tokens for load in self.by_load})
+
+    @cached_property
+    def caps(self) -> list[int | None]:
+        """Return the concurrencies; None is no limit."""
+        return sorted({load.concurrency for load in self.by_load}, key=lambda cap: (cap is None, cap))
+
+    @property
+    def slower(self) -> list[Load]:
+        """Return the loads at which plain decoding is faster."""
+        return sorted((load for load, speedup in self.speedups.items() if speedup < 1), key=lambda load: load.sort_key)
+
+    @property
+    def by_length(self) -> list[str]:
+        """Return the break-evens along the concurrency, a sentence for each answer length; no limit is not on the axis."""
+        limits = [cap for cap in self.caps if cap is not None]
+        loads = {f"answers of {tokens:g} tokens": [Load(tokens, cap) for cap in limits] for tokens in self.lengths}
+        return self._describe_break_evens(loads, limits, "concurrency")
+
+    @property
+    def by_cap(self) -> list[str]:
+        """Return the break-evens along the answer length, a sentence for each concurrency."""
+        names = {cap: "without a limit of concurrency" if cap is None else f"at concurrency {cap}" for cap in self.caps}
+        loads = {names[cap]: [Load(tokens, cap) for tokens in self.lengths] for cap in self.caps}
+        return self._describe_break_evens(loads, self.lengths, "answer length")
+
+    def _describe_break_evens(self, series: dict[str, list[Load]], axis: list[int], axis_name: str) -> list[str]:
+        found = []
+        for name, loads in series.items():
+            points = [(x, self.speedups[load]) for x, load in zip(axis, loads, strict=True) if load in self.speedups]
+            if len(points) > 1:
+                found.append(f"{name}: {prediction.describe_crossings(points, axis_name)}")
+        return found
+
+    def weigh(self, row: ResultRow) -> float:
+        """Return the strength of a load's colour, in 0..1; none where the interval holds 1, or is not known."""
+        if row.speedup_low is None or holds_one(row):
+            return 0.0
+        farthest = max(abs(math.log(speedup)) for speedup in self.speedups.values()) or 1.0
+        return abs(math.log(self.speedups[row.load])) / farthest
+
+
+def holds_one(row: ResultRow) -> bool:
+    """Return whether the speedup's interval holds 1; False without one."""
+    return row.speedup_low is not None and row.speedup_high is not None and row.speedup_low <= 1 <= row.speedup_high
 
 
 def build_sweeps(rows: list[ResultRow]) -> list[LoadSweep]:
@@ -66,71 +86,11 @@ def build_sweeps(rows: list[ResultRow]) -> list[LoadSweep]:
             groups.setdefault((row.workload, row.checkpoint, row.engine), []).append(row)
     found = []
     for names, group in groups.items():
-        trees: dict[str, RowsByLoad] = {}
+        trees: dict[str, dict[Load, ResultRow]] = {}
         for row in group:
             trees.setdefault(str(row.tree), {})[row.load] = row
         if len(trees) > 1:
-            fastest = {row.load: row for row in sorted(group, key=_get_speedup)}
-            found.append(_build_sweep("the best tree at each load", names, fastest, of_trees=True))
-        found += [_build_sweep(format_tree(tree), names, by_load) for tree, by_load in trees.items()]
-    return [sweep for sweep in found if sweep.loads > 1]
-
-
-def _get_speedup(row: ResultRow) -> float:
-    assert row.speedup is not None, "a sweep has rows with a speedup only"
-    return row.speedup
-
-
-def _build_sweep(
-    name: str, names: tuple[str, str | None, str], by_load: RowsByLoad, of_trees: bool = False
-) -> LoadSweep:
-    lengths = sorted({load.max_new_tokens for load in by_load})
-    caps = sorted({load.concurrency for load in by_load}, key=lambda cap: (cap is None, cap))
-    strength = {load: abs(math.log(_get_speedup(row))) for load, row in by_load.items()}
-    farthest = max(strength.values()) or 1.0
-    cells = {load: SweepCell(row, strength[load] / farthest) for load, row in by_load.items()}
-    heat = [(tokens, [cells.get(Load(tokens, cap)) for cap in caps]) for tokens in lengths]
-    cap_names = ["no limit" if cap is None else str(cap) for cap in caps]
-    slower = [row for row in sorted(by_load.values(), key=lambda row: row.load.sort_key) if _get_speedup(row) < 1]
-    by_length, by_cap = _describe_break_evens(by_load, lengths, caps)
-    plot = _build_speedup_plot(by_load, lengths, caps)
-    return LoadSweep(name, *names, of_trees, len(by_load), slower, cap_names, heat, by_length, by_cap, plot)
-
-
-def _describe_break_evens(
-    by_load: RowsByLoad, lengths: list[int], caps: list[int | None]
-) -> tuple[list[str], list[str]]:
-    """Return break-evens in words: along the concurrency for each answer length, and the other way round."""
-    speedups = {load: _get_speedup(row) for load, row in by_load.items()}
-    limits = [cap for cap in caps if cap is not None]  # no limit is not on the axis
-    by_length, by_cap = [], []
-    for tokens in lengths:
-        points = [(cap, speedups[load]) for cap in limits if (load := Load(tokens, cap)) in speedups]
-        if len(points) > 1:
-            by_length.append(f"answers of {tokens:g} tokens: {prediction.describe_crossings(points, 'concurrency')}")
-    for cap in caps:
-        points = [(tokens, speedups[load]) for tokens in lengths if (load := Load(tokens, cap)) in speedups]
-        if len(points) > 1:
-            cap_label = "without a limit of concurrency" if cap is None else f"at concurrency {cap}"
-            by_cap.append(f"{cap_label}: {prediction.describe_crossings(points, 'answer length')}")
-    return by_length, by_cap
-
-
-def _build_speedup_plot(by_load: RowsByLoad, lengths: list[int], caps: list[int | None]) -> plots.SpeedupPlot | None:
-    """Return a line per answer length over concurrency, or per concurrency over answer length where only that varies."""
-    limits = [cap for cap in caps if cap is not None]
-    series: dict[str, list[tuple[float, ResultRow | None]]]
-    if len(limits) > 1:
-        axis, unit = "concurrency", "tokens"
-        series = {str(tokens): [(cap, by_load.get(Load(tokens, cap))) for cap in limits] for tokens in lengths}
-    elif len(lengths) > 1:
-        axis, unit = "answer length (tokens)", "concurrency"
-        names = {cap: "inf" if cap is None else str(cap) for cap in caps}
-        series = {names[cap]: [(tokens, by_load.get(Load(tokens, cap))) for tokens in lengths] for cap in caps}
-    else:
-        return None
-    lines = {
-        f"{name} {unit}": [(x, _get_speedup(row), row.speedup_low, row.speedup_high) for x, row in rows if row]
-        for name, rows in series.items()
-    }
-    return plots.SpeedupPlot({name: points for name, points in lines.items() if points}, axis)
+            fastest = {row.load: row for row in sorted(group, key=lambda row: row.speedup or 0.0)}
+            found.append(LoadSweep("the best tree at each load", *names, fastest, of_trees=True))
+        found += [LoadSweep(format_tree(tree), *names, by_load) for tree, by_load in trees.items()]
+    return [sweep for sweep in found if len(sweep.by_load) > 1]

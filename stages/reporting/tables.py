@@ -98,27 +98,15 @@ def describe_decoding(row: ResultRow) -> str:
 
 def group_in_turns(lines: Iterable[TableLine], replayed: Iterable[ResultRow] = ()) -> list[ResultGroup]:
     """Return a table for each workload and checkpoint that was decoded prompt by prompt, or only replayed."""
-    members: dict[tuple[str, str | None], list[TableLine]] = {}
-    for line in lines:
-        if line.row.in_turns:
-            members.setdefault((line.row.workload, line.row.checkpoint), []).append(line)
-    found = [
-        ResultGroup(
-            *(workload, TORCH.name, checkpoint),
-            in_turns=True,
-            rows=[line.row for line in group],
-            cells=[line.cell for line in group],
-            plain=_average_plain(group),
-        )
-        for (workload, checkpoint), group in members.items()
-    ]
-    guessed: dict[tuple[str, str | None], list[ResultRow]] = {}
-    for row in replayed:
-        guessed.setdefault((row.workload, row.checkpoint), []).append(row)
-    return found + [
-        ResultGroup(workload, TORCH.name, checkpoint, in_turns=True, rows=rows)
-        for (workload, checkpoint), rows in guessed.items()
-    ]
+    found, in_turns, unmeasured = [], [line for line in lines if line.row.in_turns], list(replayed)
+    for names in dict.fromkeys((line.row.workload, line.row.checkpoint) for line in in_turns):
+        group = [line for line in in_turns if (line.row.workload, line.row.checkpoint) == names]
+        rows, cells = [line.row for line in group], [line.cell for line in group]
+        found.append(ResultGroup(names[0], TORCH.name, names[1], True, rows, cells, plain=_average_plain(group)))
+    for names in dict.fromkeys((row.workload, row.checkpoint) for row in unmeasured):
+        rows = [row for row in unmeasured if (row.workload, row.checkpoint) == names]
+        found.append(ResultGroup(names[0], TORCH.name, names[1], True, rows))
+    return found
 
 
 def _average_plain(lines: list[TableLine]) -> dict[str, float]:
@@ -183,9 +171,8 @@ def format_tables(
         name = f" ({name})" if compares_memory or not family.family.has_root else ""
         text += [f"{group.title}{name}{mark}", *_align_in_turns(group, family, doubted)]
         if group.plain:
-            text.append(
-                f"plain decoding: {group.plain['output_throughput']:.1f} tokens/s, the median of the measured rows"
-            )
+            speed = group.plain["output_throughput"]
+            text.append(f"plain decoding: {speed:.1f} tokens/s, the median of the measured rows")
         if any(row.stage in doubted for row in group.rows):
             text.append(DOUBTED_NOTE)
         if reason := family.explain_torch_only(row.shape for row in group.rows):

@@ -8,39 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from stages.cells.table import TableLine
+from stages.cells.table import ResultRow, TableLine
 from stages.cells.timing_grid import TimingGrid
 
 FAR_PREFILL = 2.0  # times the neighbours' median
 BUSY_SHARE = 0.8  # of the wall time that a process computed; below it another process had the CPU
 # Of a timing grid, as shares: on an idle machine rounds differ by a few hundredths, and so do the fit and what it left out.
 MAX_SPREAD, MAX_FIT_ERROR = 0.3, 0.25
-
-
-@dataclass(frozen=True)
-class TimedCell:
-    """The times of a cell at one load."""
-
-    stage: str  # of dvc.yaml
-    label: str
-    peers: tuple[object, ...]  # cells with equal ones decode the same prompts plainly on the same machine
-    plain_tok_s: float
-    low: float | None  # the ends of the speedup's interval, as shares of it; None without one
-    high: float | None
-    prefill_s: float | None  # None where it holds waiting in a queue
-    process_share: float | None  # of the wall time; None on a GPU
-
-    def list_odd(self, peers: list["TimedCell"]) -> Iterator[str]:
-        """Yield what is odd, by itself and beside the cells that decode the same."""
-        if peers and self.low is not None and self.high is not None:
-            ratio = self.plain_tok_s / (usual := median(peer.plain_tok_s for peer in peers))
-            if not self.low <= ratio <= self.high:
-                gap = f"{abs(ratio - 1):.0%} {'above' if ratio > 1 else 'below'}"
-                yield f"plain decoding, {self.plain_tok_s:.0f} tokens/s, is {gap} its neighbours' {usual:.0f}"
-        prefills = [peer.prefill_s for peer in peers if peer.prefill_s]
-        if self.prefill_s and prefills and not 1 / FAR_PREFILL <= self.prefill_s / median(prefills) <= FAR_PREFILL:
-            yield f"a prefill of {self.prefill_s:.3f} s beside its neighbours' {median(prefills):.3f}"
-        yield from _list_busy(self.process_share)
 
 
 @dataclass(frozen=True)
@@ -66,14 +40,41 @@ def summarise_remarks(remarks: Sequence[TimingRemark]) -> list[str]:
 
 
 def find_timing_remarks(lines: Iterable[TableLine]) -> list[TimingRemark]:
-    """Return what is odd about the times of each line."""
-    timed = list(filter(None, map(time_line, lines)))
+    """Return what is odd about the times of each line with a speedup."""
+    timed = [
+        line for line in lines if line.row.speedup and line.row.baseline_output_throughput and not line.row.is_plain
+    ]
     remarks = []
-    for cell in timed:
-        peers = [peer for peer in timed if peer.peers == cell.peers and peer is not cell]
-        if odd := list(cell.list_odd(peers)):
-            remarks.append(TimingRemark(cell.stage, f"{cell.label}: {'; '.join(odd)}"))
+    for line in timed:
+        row = line.row
+        peers = [peer.row for peer in timed if peer is not line and _get_peers(peer) == _get_peers(line)]
+        odd = [*_list_odd(row, peers), *_list_busy(line.point.process_share if line.point else None)]
+        if odd:
+            load = "" if row.in_turns else f", {row.load}"
+            label = f"{row.tree} with {row.checkpoint} ({row.workload}{load})"
+            remarks.append(TimingRemark(row.stage, f"{label}: {'; '.join(odd)}"))
     return remarks
+
+
+def _get_peers(line: TableLine) -> tuple[object, ...]:
+    """Return what lines share that decode the same prompts plainly on the same machine."""
+    row = line.row
+    return row.workload, row.engine, row.in_turns, row.load, line.cell.hardware
+
+
+def _list_odd(row: ResultRow, peers: list[ResultRow]) -> Iterator[str]:
+    """Yield what is odd beside the lines that decode the same. The requests of a load wait in a queue before their prefill."""
+    plain, speedup = row.baseline_output_throughput or 0.0, row.speedup or 1.0
+    if peers and row.speedup_low is not None and row.speedup_high is not None:
+        ratio = plain / (usual := median(peer.baseline_output_throughput or 0.0 for peer in peers))
+        if not row.speedup_low / speedup <= ratio <= row.speedup_high / speedup:
+            gap = f"{abs(ratio - 1):.0%} {'above' if ratio > 1 else 'below'}"
+            yield f"plain decoding, {plain:.0f} tokens/s, is {gap} its neighbours' {usual:.0f}"
+    prefills = [peer.ttft_mean_s for peer in peers if peer.ttft_mean_s]
+    if row.in_turns and row.ttft_mean_s and prefills:
+        usual = median(prefills)
+        if not 1 / FAR_PREFILL <= row.ttft_mean_s / usual <= FAR_PREFILL:
+            yield f"a prefill of {row.ttft_mean_s:.3f} s beside its neighbours' {usual:.3f}"
 
 
 def find_grid_remarks(grids: Iterable[TimingGrid]) -> list[TimingRemark]:
@@ -94,21 +95,3 @@ def find_grid_remarks(grids: Iterable[TimingGrid]) -> list[TimingRemark]:
 def _list_busy(process_share: float | None) -> Iterator[str]:
     if process_share is not None and process_share < BUSY_SHARE:
         yield f"another process had the CPU: this one computed {process_share:.0%} of the wall time"
-
-
-def time_line(line: TableLine) -> TimedCell | None:
-    """Return the times of a line; None without a speedup. The requests of a load wait in a queue before their prefill."""
-    row, point = line.row, line.point
-    if row.is_plain or not row.speedup or not row.baseline_output_throughput or point is None:
-        return None
-    load = "" if row.in_turns else f", {row.load}"
-    return TimedCell(
-        stage=row.stage,
-        label=f"{row.tree} with {row.checkpoint} ({row.workload}{load})",
-        peers=(row.workload, row.engine, row.in_turns, *row.load, *sorted(line.cell.hardware.items())),
-        plain_tok_s=row.baseline_output_throughput,
-        low=row.speedup_low and row.speedup_low / row.speedup,
-        high=row.speedup_high and row.speedup_high / row.speedup,
-        prefill_s=row.ttft_mean_s if row.in_turns else None,
-        process_share=point.process_share,
-    )

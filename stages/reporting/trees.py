@@ -5,6 +5,7 @@ docs/metrics.md and docs/trees.md define the figures of replayed trees and of th
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +27,6 @@ from stages.reporting.text import format_tree
 
 PUBLISHED_BUDGETS = {16, 32}  # draft tokens of the trees in published/qwen3-vl-weather.yaml
 MIN_BUCKET_COUNT = 20  # cycles, or nodes, of a bucket that is drawn: a point of fewer says little
-MAX_NAMED_TREES = 8  # trees of the front that are named at most
 LATER_SIBLING_RANK = 3  # siblings from this rank on are counted together
 
 
@@ -55,30 +55,21 @@ class TreeStatisticsLine:
 def build_trees_page(trees: list[ReplayedTree], statistics: list[TreeBucket], benchmark_trees: list[str]) -> TreesPage:
     """Return the page's part. Its plots of what happens inside trees are left out where no tree was traced."""
     steps = choose_steps(trees, benchmark_trees)
+    at_steps = partial(draw_tau_by_tokens, trees=trees, steps=steps)
     drawn: dict[str, tuple[str, DrawPlot]] = {
-        "at_steps": (
-            f"tau against num_draft_tokens at num_steps {steps}",
-            partial(draw_tau_by_tokens, trees=trees, steps=steps),
-        )
+        "at_steps": (f"tau against num_draft_tokens at num_steps {steps}", at_steps)
     }
     table = build_statistics_table(statistics)
     if table:
-        by_length = partial(draw_tau_by_length, statistics=statistics)
-        drawn |= {
-            "context": (
-                "tau by length of context",
-                partial(by_length, what="context", label="tokens before the drafts, from"),
-            ),
-            "answer": (
-                "tau by position in the answer",
-                partial(by_length, what="answer", label="position in the answer, from"),
-            ),
-            "kinds": ("Tokens accepted as drafts, by kind", partial(draw_token_classes, statistics=statistics)),
-            "calibration": (
-                "Share accepted against the path probability",
-                partial(draw_calibration, statistics=statistics),
-            ),
+        context = partial(draw_tau_by_length, what="context", label="tokens before the drafts, from")
+        answer = partial(draw_tau_by_length, what="answer", label="position in the answer, from")
+        inside: dict[str, tuple[str, Callable[..., list[PlotPoint]]]] = {
+            "context": ("tau by length of context", context),
+            "answer": ("tau by position in the answer", answer),
+            "kinds": ("Tokens accepted as drafts, by kind", draw_token_classes),
+            "calibration": ("Share accepted against the path probability", draw_calibration),
         }
+        drawn |= {name: (title, partial(draw, statistics=statistics)) for name, (title, draw) in inside.items()}
     svgs = {name: render_svg(draw, title) for name, (title, draw) in drawn.items()}
     return TreesPage(steps, svgs, table, MIN_BUCKET_COUNT)
 
@@ -116,17 +107,6 @@ def build_heatmap(trees: list[ReplayedTree], budget: int) -> Heatmap:
     return Heatmap(budget, sorted({s for s, _ in best}), sorted({k for _, k in best}), best, min(taus), max(taus))
 
 
-@dataclass(frozen=True)
-class CheckpointComparison:
-    """The best checkpoint against the next best, on the trees that both have."""
-
-    best: str
-    other: str
-    of: int  # trees
-    won: int
-    lost: int
-
-
 def find_pareto_front(trees: list[ReplayedTree]) -> list[ReplayedTree]:
     """Return the trees whose tau no tree of as few or fewer draft tokens reaches, by num_draft_tokens."""
     found: list[ReplayedTree] = []
@@ -134,18 +114,6 @@ def find_pareto_front(trees: list[ReplayedTree]) -> list[ReplayedTree]:
         if not found or tree.tau > found[-1].tau:
             found.append(tree)
     return found
-
-
-def thin_front(front: list[ReplayedTree]) -> list[ReplayedTree]:
-    """Return at most MAX_NAMED_TREES of the front, as far apart in num_draft_tokens as possible, the largest among them."""
-    if len(front) <= MAX_NAMED_TREES:
-        return front
-    gap = (front[-1].num_draft_tokens - front[0].num_draft_tokens) / (MAX_NAMED_TREES - 1)
-    chosen = [front[-1]]
-    for tree in reversed(front[:-1]):
-        if chosen[-1].num_draft_tokens - tree.num_draft_tokens >= gap:
-            chosen.append(tree)
-    return chosen[::-1]
 
 
 def select_best_steps(trees: list[ReplayedTree]) -> list[ReplayedTree]:
@@ -194,14 +162,12 @@ def build_statistics_table(statistics: list[TreeBucket]) -> list[TreeStatisticsL
 
 def summarise_siblings(rows: list[TreeBucket]) -> list[tuple[float, float]]:
     """Return the shares of first guesses, of second ones, and of all later ones: of nodes verified, of drafts accepted."""
-    nodes, accepted = sum(row.nodes or 0 for row in rows) or 1, sum(row.accepted for row in rows) or 1
-    found = []
-    for rank in range(1, LATER_SIBLING_RANK + 1):
-        rank_rows = [row for row in rows if min(int(row.bucket), LATER_SIBLING_RANK) == rank]
-        found.append(
-            (sum(row.nodes or 0 for row in rank_rows) / nodes, sum(row.accepted for row in rank_rows) / accepted)
-        )
-    return found
+
+    def share(name: str, rank: int) -> float:
+        of_rank = [row for row in rows if min(int(row.bucket), LATER_SIBLING_RANK) == rank]
+        return sum(row[name] or 0 for row in of_rank) / (sum(row[name] or 0 for row in rows) or 1)
+
+    return [(share("nodes", rank), share("accepted", rank)) for rank in range(1, LATER_SIBLING_RANK + 1)]
 
 
 # Plots
@@ -210,15 +176,15 @@ def summarise_siblings(rows: list[TreeBucket]) -> list[tuple[float, float]]:
 def draw_tau_by_length(axes: Any, statistics: list[TreeBucket], what: str, label: str) -> list[PlotPoint]:
     """Draw a line per tree: tau of the cycles that start in each bucket of `what` with at least MIN_BUCKET_COUNT cycles."""
     shown = [row for row in statistics if row.by == what and (row.cycles or 0) >= MIN_BUCKET_COUNT]
-    lows = sorted({_get_lower_edge(row) for row in shown})
+    edges = {row.bucket: float(row.bucket.split("-")[0]) for row in shown}
+    lows = sorted(set(edges.values()))
     lines: dict[str, list[PlotPoint]] = {format_tree(bucket.tree): [] for bucket in statistics}
     for row in shown:
-        x, tau, tree = lows.index(_get_lower_edge(row)), 1 + row.accepted / (row.cycles or 1), format_tree(row.tree)
+        x, tau, tree = lows.index(edges[row.bucket]), 1 + row.accepted / (row.cycles or 1), format_tree(row.tree)
         lines[tree].append(PlotPoint(x, tau, f"{tree}, {row.bucket}: tau {tau:.2f}, {row.cycles} cycles"))
-    plot_points, tick_step = draw_lines(axes, lines), 1 + len(lows) // 9
+    tick_step = 1 + len(lows) // 9
     axes.set_xticks(range(0, len(lows), tick_step), [f"{low:g}–" for low in lows[::tick_step]])
-    axes.set(xlabel=label, ylabel="tau")
-    return plot_points
+    return draw_lines(axes, lines, label, "tau")
 
 
 def draw_token_classes(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoint]:
@@ -254,14 +220,9 @@ def draw_calibration(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoint]
         if is_drawn and row.nodes and row.expected_accepted:
             x, y, tree = row.expected_accepted / row.nodes, row.accepted / row.nodes, format_tree(row.tree)
             lines[tree].append(PlotPoint(x, y, f"{tree}: {y:.3g} accepted at a path probability of {x:.3g}"))
-    plot_points = draw_lines(axes, lines)
+    plot_points = draw_lines(axes, lines, "path probability of a node", "share accepted")
     lowest = min(1.0, *(value for point in plot_points for value in (point.x, point.y)), 1.0)
     axes.plot([lowest, 1], [lowest, 1], color=INK_COLOUR, linewidth=0.8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
-    axes.set(xlabel="path probability of a node", ylabel="share accepted")
     return plot_points
-
-
-def _get_lower_edge(row: TreeBucket) -> float:
-    return float(row.bucket.split("-")[0])

@@ -6,7 +6,7 @@ decides only where no tree was measured, else it is named as what to measure nex
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
@@ -16,7 +16,7 @@ from stages.cells.replay_records import GroupTau, ReplayedTree, select_temperatu
 from stages.cells.table import ResultRow
 from stages.cells.training_records import TrainingReport
 from stages.params.engines import is_in_process
-from stages.params.tree_shape import TreeShape, parse_shape
+from stages.params.tree_shape import parse_shape
 from stages.params.units import list_first
 from stages.reporting.evidence import Measurements, Predictions, SpeedupEvidence, collect_measured, collect_predicted
 from stages.reporting.families import Families
@@ -28,7 +28,6 @@ MAX_WARNINGS = 5  # shown outright
 MAX_LINES = 6  # groups of loads; further ones are counted
 MAX_NAMES = 4  # of trees that can't run
 MAX_SETS = 8  # columns of the table of sets
-MAX_SOURCES = 20  # in the terminal
 NOTHING_TIMED = (
     "No speedup is known: no tree was timed or predicted; list trees in benchmark.trees, or a checkpoint in "
     "time_cycles.checkpoints"
@@ -37,8 +36,6 @@ NOTHING_SURE = "No speedup is known: no tree was measured, and the times that pr
 NOTHING_SERVED = "No speedup is known of what a serving engine runs; list other trees in benchmark.trees"
 NOTHING_ACCEPTED = "no draft token was accepted; is it this target's draft, vocabulary and chat template?"
 UNDERTRAINED = 0.35  # share of right first drafts; e003 of the embedded target, a third of its training, has more
-NOISY = "Timings are too noisy to say"
-SHORT_ADVICE = {"plain": "do not speculate", "noisy": "too noisy to say", "unknown": "not sure"}  # by kind
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,10 @@ class VerdictLine:
     chosen: SpeedupEvidence  # the tree that it is about
 
     @property
-    def group(self) -> tuple[str, str, str]:
-        """Return what lines that are told as one share."""
-        return self.kind, self.advice, self.conditions.workload_suffix
+    def short_advice(self) -> str:
+        if self.kind == "launch":
+            return f"{format_tree(self.chosen.tree)}, {self.chosen.checkpoint}"
+        return {"plain": "do not speculate", "noisy": "too noisy to say", "unknown": "not sure"}[self.kind]
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,14 @@ class GroupLine:
 
     checkpoint: str
     tau: GroupTau
-    speedup: float | None
-    low: float | None
-    high: float | None
+    per_tau: float | None  # speedup of the tree over its tau
+
+    def estimate_speedup(self, tau: float | None) -> float | None:
+        return None if tau is None or self.per_tau is None else tau * self.per_tau
+
+    @property
+    def speedup(self) -> float | None:
+        return self.estimate_speedup(self.tau.tau)
 
     def __str__(self) -> str:
         name = self.tau.group if self.tau.by == "source" else f"contexts of {self.tau.group} tokens"
@@ -77,10 +80,8 @@ class GroupLine:
 class SetTable:
     """Measured speedups over several sets of prompts: drafts and trees by set, and the advice for each set."""
 
-    sets: list[str]
-    advice: list[str]  # for each set
+    lines: dict[str, VerdictLine]  # by the name of the set
     rows: list[tuple[str, str, list[SpeedupEvidence | None]]]  # tree, checkpoint, and the speedup on each set
-    chosen: list[SpeedupEvidence]  # the tree that each set's advice is about
 
     def format_lines(self) -> list[str]:
         """Return the terminal's lines."""
@@ -88,7 +89,8 @@ class SetTable:
             (f"{format_tree(tree)}, {name}", *("–" if found is None else str(found) for found in speedups))
             for tree, name, speedups in self.rows
         ]
-        return align_columns([("measured speedup", *self.sets), *body, ("advice", *self.advice)])
+        advice = [line.short_advice for line in self.lines.values()]
+        return align_columns([("measured speedup", *self.lines), *body, ("advice", *advice)])
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Verdict:
     doubted: frozenset[str]  # stages whose times are odd
     checkpoint: str | None = None  # that the headline is about
     # of the headline's tree; without one, of the tree with the highest replayed tau
-    groups: tuple["GroupLine", ...] = ()
+    groups: tuple[GroupLine, ...] = ()
     sets: SetTable | None = None  # where several sets of prompts were measured
 
     def list_lines(self) -> list[str]:
@@ -117,16 +119,12 @@ class Verdict:
     def _list_sources(self) -> list[str]:
         """Return a table of tau by source; no line where there is one source."""
         found = [part for part in self.groups if part.tau.by == "source"]
-        if not found:
-            return []
-        title = f"{format_tree(found[0].tau.tree)} with {found[0].checkpoint} by source"
         rows = [
             (tau.group, str(tau.answers), f"{tau.tau:.2f}", format_interval(tau.tau_low, tau.tau_high, ONE_PROMPT))
-            for tau in (part.tau for part in found[:MAX_SOURCES])
+            for tau in (part.tau for part in found)
         ]
-        more = len(found) - MAX_SOURCES
-        rest = [f"and {more} more sources, on the page"] if more > 0 else []
-        return ["", *align_columns([(title, "answers", "tau, replayed", "95% interval"), *rows]), *rest]
+        title = f"{format_tree(found[0].tau.tree)} with {found[0].checkpoint} by source" if found else ""
+        return ["", *align_columns([(title, "answers", "tau, replayed", "95% interval"), *rows])] if found else []
 
     def list_warnings(self) -> list[str]:
         """Return the page's warnings."""
@@ -151,47 +149,45 @@ def build_verdict(
     that no serving engine runs (DraftKind.is_served) are never advised.
     """
 
-    def is_served(checkpoint: str | None, tree: TreeShape) -> bool:
-        return checkpoint is None or checkpoint not in families or families[checkpoint].is_served(tree)
+    def is_served(row: ResultRow | PredictedSpeedup) -> bool:
+        is_plain = isinstance(row, ResultRow) and row.tree is None
+        return is_plain or row.checkpoint not in families or families[str(row.checkpoint)].is_served(row.shape)
 
     doubted = frozenset(remark.stage for remark in remarks)
-    guesses = collect_predicted(launch, [row for row in predicted if is_served(row.checkpoint, row.shape)])
-    served = [row.tree is None or is_served(row.checkpoint, row.shape) for row in rows]
-    judged = collect_measured((row for row, can in zip(rows, served, strict=True) if can), doubted)
-    left_out = collect_measured((row for row, can in zip(rows, served, strict=True) if not can), doubted)
+    guesses = collect_predicted(launch, filter(is_served, predicted))
+    judged, left_out = (
+        collect_measured((row for row in rows if is_served(row) == can), doubted) for can in (True, False)
+    )
     lines = judge_loads(guesses, judged, replayable)
-    groups = [list(group) for _, group in groupby(lines, key=lambda line: line.group)]
+    told_as_one = groupby(lines, key=lambda line: (line.kind, line.advice, line.conditions.workload_suffix))
+    groups = [list(group) for _, group in told_as_one]
     prompts = {line.conditions.workload for line in lines if not line.conditions.max_new_tokens} - {None}
     texts = [_format_group(group, len(prompts) > 1) for group in groups[:MAX_LINES]]
     if len(groups) > MAX_LINES:
         texts.append(
             f"{len(groups) - MAX_LINES} more groups of loads are in results/benchmark.csv and results/launch.json"
         )
-    parts = _judge_groups(lines[:1], replayable, replays, group_taus or {})
-    if texts and lines[0].kind != "launch" and (untrained := _describe_undertrained(replays, trained or {})):
+    first = lines[0] if lines else None
+    parts = _judge_groups(first, replayable, replays, group_taus or {})
+    if first and first.kind != "launch" and (untrained := _describe_undertrained(replays, trained or {})):
         texts.insert(0, untrained)
     unsupported = dict.fromkeys(
         f"{row.tree or 'plain decoding'} on {row.engine}" for row in rows if not row.is_measured
     )
     refused = [f"Left out: {list_first(list(unsupported), MAX_NAMES)}; the tables say why"] if unsupported else []
-    idle = [
-        f"tau of {name} is exactly 1.00 in every replayed tree: {NOTHING_ACCEPTED}"
-        for name, trees in replays.items()
-        if all(tree.tau == 1 for tree in trees)
-    ]
     return Verdict(
-        kind=lines[0].kind if lines else "unknown",
+        kind=first.kind if first else "unknown",
         headline=texts[0] if texts else NOTHING_SERVED if left_out else NOTHING_SURE if remarks else NOTHING_TIMED,
         details=(
-            *_describe_groups(lines[:1], parts),
+            *_describe_groups(first, parts),
             *texts[1:],
             *_describe_torch_only(left_out, judged, guesses, replayable, families),
             *refused,
         ),
-        warnings=(*sample_warnings, *_warn_of_measured(rows), *idle),
+        warnings=(*sample_warnings, *_warn_of_drafts(rows, replays)),
         remarks=tuple(remarks),
         doubted=doubted,
-        checkpoint=lines[0].chosen.checkpoint if lines else None,
+        checkpoint=first.chosen.checkpoint if first else None,
         groups=parts,
         sets=_build_set_table(judged, lines),
     )
@@ -202,15 +198,12 @@ def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collec
 
     Where sets of prompts were measured, a prediction of none of them says what to measure, not what to launch.
     """
-    lines, used = [], set()
     sets = {(conditions.engine, conditions.workload) for conditions in measured}
     sets |= {(engine, None) for engine, workload in sets if is_in_process(engine) and workload in replayable}
-    for conditions, found in measured.items():
-        key = conditions.find_predicted(replayable)
-        used.add(key)
-        lines.append(judge_load(conditions, guesses.get(key), found))
+    keys = {conditions: conditions.find_predicted(replayable) for conditions in measured}
+    lines = [judge_load(conditions, guesses.get(keys[conditions]), found) for conditions, found in measured.items()]
     for conditions, guess in guesses.items():
-        if conditions not in used:
+        if conditions not in keys.values():
             line = judge_load(conditions, guess, [])
             if line.kind == "launch" and sets and (conditions.engine, conditions.workload) not in sets:
                 line = replace(line, kind="unknown", advice=f"Measure {line.chosen.name}")
@@ -220,30 +213,20 @@ def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collec
 
 def _build_set_table(measured: Measurements, lines: list[VerdictLine]) -> SetTable | None:
     """Return the table of the measured loads; None where engines have one set of prompts each, or it has too many columns."""
-    by_conditions = {line.conditions: line for line in lines if line.conditions in measured}
-    counts = Counter((conditions.engine, conditions.workload) for conditions in by_conditions)
-    if max(Counter(engine for engine, _ in counts).values(), default=0) < 2 or len(by_conditions) > MAX_SETS:
+    shown = [line for line in lines if line.conditions in measured]
+    counts = Counter((line.conditions.engine, line.conditions.workload) for line in shown)
+    engines = Counter(engine for engine, _ in counts)
+    if max(engines.values(), default=0) < 2 or len(shown) > MAX_SETS:
         return None
-    trees = dict.fromkeys((tree.checkpoint, tree.tree) for found in measured.values() for tree in found)
-    columns = [{(tree.checkpoint, tree.tree): tree for tree in measured[conditions]} for conditions in by_conditions]
-    return SetTable(
-        sets=[_name_set(conditions, counts) for conditions in by_conditions],
-        advice=[
-            f"{format_tree(line.chosen.tree)}, {line.chosen.checkpoint}"
-            if line.kind == "launch"
-            else SHORT_ADVICE[line.kind]
-            for line in by_conditions.values()
-        ],
-        rows=[(tree, name, [column.get((name, tree)) for column in columns]) for name, tree in trees],
-        chosen=[line.chosen for line in by_conditions.values()],
-    )
-
-
-def _name_set(conditions: SpeedupConditions, counts: Counter[tuple[str, str | None]]) -> str:
-    engine = f"{conditions.engine}, " if len({engine for engine, _ in counts}) > 1 else ""
-    has_loads = counts[conditions.engine, conditions.workload] > 1
-    load = f", {conditions.max_new_tokens} x {_format_limit(conditions, False)}" if has_loads else ""
-    return f"{engine}{conditions.workload}{load}"
+    names = []
+    for c in (line.conditions for line in shown):
+        engine = f"{c.engine}, " if len(engines) > 1 else ""
+        load = f", {c.max_new_tokens} x {_format_limit(c, False)}" if counts[c.engine, c.workload] > 1 else ""
+        names.append(f"{engine}{c.workload}{load}")
+    columns = [{(tree.checkpoint, tree.tree): tree for tree in measured[line.conditions]} for line in shown]
+    trees = dict.fromkeys(tree for found in measured.values() for tree in ((t.checkpoint, t.tree) for t in found))
+    rows = [(tree, name, [column.get((name, tree)) for column in columns]) for name, tree in trees]
+    return SetTable(dict(zip(names, shown, strict=True)), rows)
 
 
 def judge_load(
@@ -259,22 +242,18 @@ def judge_load(
     faster = [tree for tree in known if tree.is_faster]
     chosen = max(faster, key=lambda tree: (not tree.is_doubted, tree.speedup), default=best)
     how, next_step = "measured" if chosen.stage else "predicted", _describe_guess(conditions, guess, chosen, measured)
-    text = f"the best {how}, {best.name}, is {best}"
     if faster:
         return VerdictLine(conditions, "launch", f"Launch {chosen.name}", f"{how} {chosen}", next_step, chosen)
+    kind: VerdictKind = "noisy"
+    advice, detail = "Timings are too noisy to say", "raise time_cycles.repeats"
     if all(tree.low is None for tree in known) or (best.speedup <= 1 and best.low is None):
-        advice = next_step or "ask more prompts, or take three repeats"
-        return VerdictLine(conditions, "unknown", "No speedup is sure", text, advice, best)
-    if (best.speedup <= 1 and can_tell(best.low, best.high)) or all(
-        tree.high is not None and tree.high < 1 for tree in known
-    ):
-        return VerdictLine(conditions, "plain", "Do not speculate", text, next_step, best)
-    again = (
-        f"dvc repro -fs {best.stage} on an idle machine, or raise benchmark.workloads.{conditions.workload}.num_prompts"
-    )
-    return VerdictLine(
-        conditions, "noisy", NOISY, text, again if conditions.workload else "raise time_cycles.repeats", best
-    )
+        kind, advice, detail = "unknown", "No speedup is sure", next_step or "ask more prompts, or take three repeats"
+    elif (best.speedup <= 1 and can_tell(best.low, best.high)) or all(t.high is not None and t.high < 1 for t in known):
+        kind, advice, detail = "plain", "Do not speculate", next_step
+    elif conditions.workload:
+        more = f"raise benchmark.workloads.{conditions.workload}.num_prompts"
+        detail = f"dvc repro -fs {best.stage} on an idle machine, or {more}"
+    return VerdictLine(conditions, kind, advice, f"the best {how}, {best.name}, is {best}", detail, best)
 
 
 def _describe_guess(
@@ -296,7 +275,7 @@ def _describe_guess(
 
 
 def _judge_groups(
-    lines: list[VerdictLine],
+    line: VerdictLine | None,
     replayable: Collection[str],
     replays: Mapping[str, list[ReplayedTree]],
     group_taus: Mapping[str, list[GroupTau]],
@@ -307,39 +286,32 @@ def _judge_groups(
     goes with tau; it is left open for other prompts and temperatures. With longer contexts plain decoding costs more too.
     """
     trees = [tree for found in replays.values() for tree in select_temperature(found, 0)]
-    line = next(iter(lines), None)
     advised = (line.chosen.checkpoint, line.chosen.tree) if line else None
     tree = max(trees, key=lambda tree: ((tree.checkpoint, tree.shape.name) == advised, tree.tau), default=None)
     if tree is None:
         return ()
-    rows = [row for row in group_taus.get(tree.checkpoint, ()) if row.tree == tree.shape.name]
-    numbers, per_tau = Counter(row.by for row in rows), None
-    if line and (tree.checkpoint, tree.shape.name) == advised:
+    per_tau = None
+    if line and (tree.checkpoint, tree.shape.name) == advised and not line.conditions.temperature:
         is_replayed = line.conditions.workload is None or line.conditions.workload in replayable
-        per_tau = line.chosen.speedup / tree.tau if is_replayed and not line.conditions.temperature else None
-
-    def judge(row: GroupTau) -> GroupLine:
-        ends = (
-            None if tau is None or per_tau is None else tau * per_tau for tau in (row.tau, row.tau_low, row.tau_high)
-        )
-        return GroupLine(tree.checkpoint, row, *ends)
-
-    judged = [judge(row) for row in rows if numbers[row.by] > 1]
-    by_source = sorted((part for part in judged if part.tau.by == "source"), key=lambda part: part.tau.tau)
-    return (*by_source, *(part for part in judged if part.tau.by == "context"))
+        per_tau = line.chosen.speedup / tree.tau if is_replayed else None
+    rows = [row for row in group_taus.get(tree.checkpoint, ()) if row.tree == tree.shape.name]
+    by_source, by_context = ([row for row in rows if row.by == by] for by in ("source", "context"))
+    by_source.sort(key=lambda row: row.tau)
+    shown = [row for group in (by_source, by_context) if len(group) > 1 for row in group]
+    return tuple(GroupLine(tree.checkpoint, row, per_tau) for row in shown)
 
 
 # Words
 
 
-def _describe_groups(lines: list[VerdictLine], groups: Sequence[GroupLine]) -> list[str]:
+def _describe_groups(line: VerdictLine | None, groups: Sequence[GroupLine]) -> list[str]:
     """Return where the advised tree loses, or an unadvised one would pay: a mean over all answers hides either."""
-    if not lines:
+    if line is None:
         return []
-    if lines[0].kind == "launch":
-        losing = [str(group) for group in groups if group.high is not None and group.high < 1]
+    if line.kind == "launch":
+        losing = [str(group) for group in groups if (group.estimate_speedup(group.tau.tau_high) or 1) < 1]
         return [f"It loses on {list_first(losing, MAX_NAMES)}: do not launch it for these"] if losing else []
-    paying = [str(group) for group in reversed(groups) if group.low is not None and group.low > 1]
+    paying = [str(group) for group in reversed(groups) if (group.estimate_speedup(group.tau.tau_low) or 0) > 1]
     return [f"It would pay on {list_first(paying, MAX_NAMES)} alone"] if paying else []
 
 
@@ -385,16 +357,18 @@ def _describe_torch_only(
     return [f"{where}: {pick.name}, measured {pick}; {reason}"]
 
 
-def _warn_of_measured(rows: list[ResultRow]) -> list[str]:
-    """Return warnings of drafts that accept nothing, and of measurements of which every one is slower than plain decoding."""
-    drafted, found = [row for row in rows if not row.is_plain], []
+def _warn_of_drafts(rows: list[ResultRow], replays: Mapping[str, list[ReplayedTree]]) -> Iterator[str]:
+    """Yield warnings of drafts that accept nothing, and of measurements of which every one is slower than plain decoding."""
+    drafted = [row for row in rows if not row.is_plain]
     if idle := list(dict.fromkeys(f"{r.workload}-{r.checkpoint}-{r.tree}" for r in drafted if r.tau == 1)):
-        text = f"tau is exactly 1.00 in {', '.join(idle[:3])}{' and others' if len(idle) > 3 else ''}"
-        found.append(f"{text}: {NOTHING_ACCEPTED}")
+        others = " and others" if len(idle) > 3 else ""
+        yield f"tau is exactly 1.00 in {', '.join(idle[:3])}{others}: {NOTHING_ACCEPTED}"
     speedups = [row.speedup for row in drafted if row.speedup is not None]
     if speedups and max(speedups) < 1:
-        found.append(f"no measured tree is faster than plain decoding, the best at {max(speedups):.2f}x")
-    return found
+        yield f"no measured tree is faster than plain decoding, the best at {max(speedups):.2f}x"
+    for name, trees in replays.items():
+        if all(tree.tau == 1 for tree in trees):
+            yield f"tau of {name} is exactly 1.00 in every replayed tree: {NOTHING_ACCEPTED}"
 
 
 def _describe_undertrained(
@@ -402,9 +376,9 @@ def _describe_undertrained(
 ) -> str | None:
     """Return that the best checkpoint's first drafts, of chains at temperature 0, are too seldom right; None if they are not."""
     known: dict[str, float] = {}
-    for name, trees in replays.items():
-        if chain := next((t.acceptance for t in trees if t.topk == 1 and t.temperature == 0 and t.acceptance), None):
-            known[name] = float(chain.split()[0])
+    for tree in (tree for trees in replays.values() for tree in trees):
+        if tree.topk == 1 and tree.temperature == 0 and tree.acceptance:
+            known.setdefault(tree.checkpoint, float(tree.acceptance.split()[0]))
     best = max(known, key=lambda name: known[name], default=None)
     if best is None or known[best] >= UNDERTRAINED:
         return None

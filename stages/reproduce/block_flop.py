@@ -13,53 +13,39 @@ Norms, rotations, softmax and the optimizer are no products and are not counted,
 that a row does not see, and what FlexAttention computes a second time in its backward pass.
 """
 
-from dataclasses import dataclass
+from operator import mul
+from typing import NamedTuple
 
 from stages.families.block.model import BlockDraftConfig
 
 
-@dataclass(frozen=True)
-class BlockWork:
-    """The counts of a pack, a step or an epoch; they may be means."""
+class BlockCounts(NamedTuple):
+    """The counts of a pack, a step or an epoch, which may be means, or the FLOP of one of each."""
 
     tokens: float  # of context
-    blocks: float
+    blocks: float  # their rows, without attention and heads
     drafts: float  # valid ones
     pairs: float  # of a block row and a key that it sees
 
-    def __add__(self, other: "BlockWork") -> "BlockWork":
-        return BlockWork(*(x + y for x, y in zip(self.astuple(), other.astuple(), strict=True)))
-
-    def astuple(self) -> tuple[float, float, float, float]:
-        return self.tokens, self.blocks, self.drafts, self.pairs
+    def dot(self, other: "BlockCounts") -> float:
+        """Return the FLOP of counts by those of one of each."""
+        return sum(map(mul, self, other))
 
 
-@dataclass(frozen=True)
-class BlockFlop:
-    """Forward and backward FLOP of one context token, block, draft and pair."""
+def count_block_flop(c: BlockDraftConfig, reads_target: bool) -> BlockCounts:
+    """Return the forward and backward FLOP of one context token, block, draft and pair.
 
-    token: float
-    block: float  # its rows, without attention and heads
-    draft: float
-    pair: float
-
-    @classmethod
-    def of_config(cls, c: BlockDraftConfig, reads_target: bool) -> "BlockFlop":
-        """Count those of a draft; `reads_target`: its loss reads the target's distribution (DSpark's does)."""
-        h, queries, keys = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        row = 2 * h * queries + 2 * h * keys + 3 * h * c.intermediate_size  # weights of a layer that a block row meets
-        if c.method == "dflash2":  # the kernels of both convolutions
-            row += 2 * h * (2 * c.conv_kernel_size * h // c.conv_group_size)
-        logits, markov = c.vocab_size * h, c.vocab_size * c.markov_rank
-        selector = c.selector_rank * h
-        confidence = (h + c.markov_rank * c.confidence_head_with_markov) * c.confidence_head
-        return cls(
-            token=4 * len(c.feature_layers) * h * h + 6 * c.num_hidden_layers * 2 * h * keys,
-            block=6 * c.num_hidden_layers * row * c.block_size,
-            draft=(6 if reads_target else 4) * logits + 6 * markov + 6 * selector + 6 * confidence,
-            pair=12 * c.num_hidden_layers * queries,
-        )
-
-    def count(self, work: BlockWork) -> float:
-        """Return the FLOP of `work`."""
-        return work.tokens * self.token + work.blocks * self.block + work.drafts * self.draft + work.pairs * self.pair
+    `reads_target`: the loss reads the target's distribution (DSpark's does).
+    """
+    h, queries, keys = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    row = 2 * h * queries + 2 * h * keys + 3 * h * c.intermediate_size  # weights of a layer that a block row meets
+    if c.method == "dflash2":  # the kernels of both convolutions
+        row += 2 * h * (2 * c.conv_kernel_size * h // c.conv_group_size)
+    logits, markov, selector = c.vocab_size * h, c.vocab_size * c.markov_rank, c.selector_rank * h
+    confidence = (h + c.markov_rank * c.confidence_head_with_markov) * c.confidence_head
+    return BlockCounts(
+        tokens=4 * len(c.feature_layers) * h * h + 6 * c.num_hidden_layers * 2 * h * keys,
+        blocks=6 * c.num_hidden_layers * row * c.block_size,
+        drafts=(6 if reads_target else 4) * logits + 6 * markov + 6 * selector + 6 * confidence,
+        pairs=12 * c.num_hidden_layers * queries,
+    )

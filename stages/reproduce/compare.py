@@ -11,23 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from stages.cells.cell import RAN, Cell, locate_cell
 from stages.params import schema
 from stages.params.engines import is_in_process
 from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
-from stages.published import agreement, comparison
+from stages.published import comparison
 from stages.published import tables as published
 from stages.published.tables import MEAN_DATASET, UNKNOWN, PublishedRow
 from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 
 REPRODUCE_FOLDER = Path("results/reproduce")
-COMPARISON_COLUMNS = (
-    "publication", "table", "label", "draft", "dataset", "temperature", "tree", "metric", "unit", "published", "ours", "spread",
-    "no_interval", "ratio", "tolerance", "verdict", "why", "taken", "cell",
-)  # fmt: skip
 PLAIN_METHOD = "plain"  # the method of published baselines
-SHOWN_COLUMNS = ("draft", "dataset", "T", "tree", "metric", "published", "ours", "ratio", "tolerance", "verdict")
 
 
 def main(recipe_file: str, params_file: str) -> None:
@@ -38,8 +35,18 @@ def main(recipe_file: str, params_file: str) -> None:
             f"{recipe_file} has no block `recipe`, expected one that says what it reproduces; see recipes/"
         )
     comparisons, left_out = match_published_numbers(recipe, p.target.model, published.read_publications())
-    text = build_page(name, recipe, comparisons, left_out)
-    atomic.write_csv(REPRODUCE_FOLDER / f"{name}.csv", COMPARISON_COLUMNS, map(_build_csv_row, comparisons))
+    groups = itertools.groupby(comparisons, lambda compared: compared.published.publication)
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    page = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True).get_template("comparison.md.j2")
+    text = page.render(
+        name=name,
+        recipe=recipe,
+        comparisons=comparisons,
+        groups=[(publication, list(group)) for publication, group in groups],
+        left_out=left_out,
+    )
+    rows = list(map(_build_csv_row, comparisons))
+    atomic.write_csv(REPRODUCE_FOLDER / f"{name}.csv", tuple(rows[0]) if rows else (), rows)
     atomic.write_text(REPRODUCE_FOLDER / f"{name}.md", text)
     print(*text.split("\n"), sep="\n")
 
@@ -48,7 +55,7 @@ def main(recipe_file: str, params_file: str) -> None:
 
 
 def match_published_numbers(
-    recipe: Recipe, model: str, publications: dict[str, published.Publication]
+    recipe: Recipe, model: str, publications: dict[str, list[PublishedRow]]
 ) -> tuple[list[comparison.PublishedComparison], Counter[str]]:
     """Return every comparison, and how many numbers have no cell, by reason. Raises ValueError for an unknown publication."""
     comparisons: list[comparison.PublishedComparison] = []
@@ -58,7 +65,7 @@ def match_published_numbers(
             raise ValueError(f"recipe.beside: {name} is no publication, expected one of {', '.join(publications)}")
         matches = list(group)
         targets = {match.rows["target"] for match in matches}
-        for row in publications[name].rows:
+        for row in publications[name]:
             if row.setting.target not in targets:
                 continue
             setting = row.setting.model_dump().items()
@@ -75,7 +82,7 @@ def match_published_numbers(
                 left_out[f"{row.metric} ({row.where}): its tree isn't stated"] += 1
             else:
                 comparisons.append(_build_comparison(row, match, measure, recipe, model))
-    return agreement.add_agreement(comparisons), left_out
+    return comparison.add_agreement(comparisons), left_out
 
 
 def _choose_measure(match: PublishedMatch, row: PublishedRow) -> str:
@@ -83,11 +90,12 @@ def _choose_measure(match: PublishedMatch, row: PublishedRow) -> str:
     if row.metric not in match.assumed_definitions:
         return match.measures.get(row.metric, row.metric)
     measure = match.assumed_definitions[row.metric]
-    if row.definition != UNKNOWN or measure not in comparison.MEANINGS:
+    known = [name for name, one in comparison.MEASURES.items() if one.meaning]
+    if row.definition != UNKNOWN or measure not in known:
         found = f"defined there as {row.definition}" if row.definition != UNKNOWN else f"assumed to be {measure}"
         raise ValueError(
             f"recipe.beside: assumed_definitions.{row.metric} of {match.publication} is {found}, expected a metric without a "
-            f"definition, and one of {', '.join(comparison.MEANINGS)}; correct it, or name its measure in measures"
+            f"definition, and one of {', '.join(known)}; correct it, or name its measure in measures"
         )
     return measure
 
@@ -100,7 +108,7 @@ def _build_comparison(
     row = replace(row, setting=row.setting.model_copy(update=assumed))
     name, cell, baseline = _find_cells(match.cells, row.setting.tree)
     obstacles = list(_list_substitutes(row, recipe, model))
-    own = comparison.measure_cell(measure, cell, baseline) if cell else None
+    own = comparison.MEASURES[measure].find(cell, baseline) if cell else None
     if cell:
         obstacles += comparison.list_obstacles(row, cell, row.metric in {*match.measures, *match.assumed_definitions})
         if cell.status != RAN:
@@ -115,7 +123,7 @@ def _build_comparison(
         relative_tolerance=recipe.tolerance.get(row.metric, 0.0),
         assumptions=tuple(f"{key} {value}, which isn't stated" for key, value in assumed.items()),
         obstacles=tuple(obstacles),
-        assumed_meaning=comparison.MEANINGS[measure] if row.metric in match.assumed_definitions else "",
+        assumed_meaning=comparison.MEASURES[measure].meaning if row.metric in match.assumed_definitions else "",
     )
 
 
@@ -147,63 +155,14 @@ def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, Cell | None,
 # Output
 
 
-def build_page(
-    name: str, recipe: Recipe, comparisons: list[comparison.PublishedComparison], left_out: Counter[str]
-) -> str:
-    """Return results/reproduce/NAME.md."""
-    verdicts = Counter(compared.verdict for compared in comparisons)
-    counts = ", ".join(
-        f"{verdicts[word]} {word}" for word in ("within", "outside", "consistent", "not comparable", "not run")
-    )
-    pins = ", ".join(f"{package} {version}" for package, version in recipe.pins.items()) or "none"
-    shares = [f"{share:.0%} of {metric}" for metric, share in recipe.tolerance.items()]
-    margin = ["half of the last decimal printed", "half of our 95% interval where there is one", *shares]
-    remarks = [
-        f"Status of the recipe: {recipe.status}. Pins: {pins}.",
-        *(f"Another {what}: {text}." for what, text in recipe.substitutes.items()),
-        *recipe.notes,
-        f"{len(comparisons)} published numbers: {counts}. {left_out.total()} more of this target are left out, see below.",
-        f"Tolerance: the sum of {', '.join(margin)}.",
-    ]
-    lines = [f"# {name}", "", *(f"- {line}" for line in remarks), ""]
-    for publication, group in itertools.groupby(comparisons, lambda compared: compared.published.publication):
-        lines += [f"## {publication}", "", *_format_table(list(group)), ""]
-    if left_out:
-        lines += ["## Left out", "", *(f"- {count}: {why}" for why, count in left_out.items()), ""]
-    return "\n".join(lines)
-
-
-def _format_table(comparisons: list[comparison.PublishedComparison]) -> Iterator[str]:
-    """Yield the table's lines, then its numbered notes: most rows share them."""
-    numbers = {
-        note: n for n, note in enumerate(dict.fromkeys(note for compared in comparisons for note in compared.notes), 1)
-    }
-    yield f"| {' | '.join(SHOWN_COLUMNS)} |"
-    yield "|" + "---|" * len(SHOWN_COLUMNS)
-    for compared in comparisons:
-        line = _build_csv_row(compared)
-        marks = ", ".join(str(numbers[note]) for note in compared.notes)
-        cells = [
-            line["draft"] or "none", ", ".join(filter(None, (line["dataset"], line["label"]))),
-            line["temperature"], line["tree"] or "none",
-            f"{line['metric']} ({line['unit']})", f"{compared.published.value:.{compared.published.decimals}f}",
-            *("" if line[key] is None else f"{line[key]:.4g}" for key in ("ours", "ratio")), f"{compared.tolerance:.1%}",
-            compared.conditional_verdict + (f" ({marks})" if marks else ""),
-        ]  # fmt: skip
-        yield f"| {' | '.join(map(str, cells))} |"
-    yield ""
-    yield from (f"{n}. {note}" for note, n in numbers.items())
-
-
 def _build_csv_row(compared: comparison.PublishedComparison) -> dict[str, Any]:
     """Return a line of the CSV; our number is in the published unit."""
     row, setting, own = compared.published, compared.published.setting, compared.own
-    unit = row.value / compared.published_value if compared.published_value else 1.0
     return {
         "publication": row.publication, "table": row.where, "label": setting.label, "draft": setting.draft,
         "dataset": setting.dataset, "temperature": setting.temperature, "tree": setting.tree, "metric": row.metric,
-        "unit": row.unit, "published": row.value, "ours": own.value * unit if own else None,
-        "spread": None if own is None or own.spread is None else own.spread * unit,
+        "unit": row.unit, "published": row.value, "ours": own.value * compared.unit if own else None,
+        "spread": None if own is None or own.spread is None else own.spread * compared.unit,
         "no_interval": own.no_interval if own else "", "ratio": compared.ratio, "tolerance": compared.tolerance,
         "verdict": compared.conditional_verdict,
         "why": "; ".join(compared.obstacles), "taken": "; ".join(compared.assumptions), "cell": compared.cell,

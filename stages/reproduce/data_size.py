@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Self
 
-from huggingface_hub import try_to_load_from_cache
 from pydantic import Field, NonNegativeInt
 from tokenizers import Tokenizer
 
 from stages.cells.record import Record
 from stages.data import preview, readers
 from stages.params import schema
+from stages.reproduce import target_size
 from stages.target import foreign_files
 
 SAMPLED_ROWS = 100  # of each file
@@ -125,11 +125,7 @@ def _sample_raw(p: schema.Params) -> RawSample | None:
 
 def _load_counter(model: str, revision: str | None) -> Callable[[str], int]:
     """Return what counts a text's tokens: the target's tokenizer where it is here."""
-    folders = model, Path("data/targets", model.rpartition("/")[2])  # its own, or a shipped one's
-    file = next((path for folder in folders if (path := Path(folder, "tokenizer.json")).is_file()), None)
-    if file is None and not Path(model).is_absolute() and model.count("/") == 1:
-        cached = try_to_load_from_cache(model, "tokenizer.json", revision=revision)
-        file = Path(cached) if isinstance(cached, str) else None
+    file = target_size.find_target_file(model, revision, "tokenizer.json")
     if file is None:
         return lambda text: math.ceil(len(text) / CHARS_A_TOKEN)
     with foreign_files.refuse_unreadable(str(file), "a tokenizer"):

@@ -11,8 +11,8 @@ be, and speculative decoding as plain.
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from stages.params.families import BlockSegment
 from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes
 from stages.reproduce import data_size
-from stages.reproduce.block_flop import BlockFlop, BlockWork
+from stages.reproduce.block_flop import BlockCounts, count_block_flop
 from stages.reproduce.data_size import StageCounts
 from stages.reproduce.target_size import TargetSize, format_count, get_itemsize, read_target_size
 from stages.target.manifest import TargetManifest
@@ -46,7 +46,7 @@ PEAK_FLOPS = 989e12
 # docs/results/2026-11-21-h200-training.md and 2026-11-25-h200-two-gpus.md: shares of the peak
 EXTRACTING_SHARES = {False: 0.434, True: 0.559}  # compiled
 TRAINING_SHARES = {"eagle3": 0.57, "dflash": 0.540, "dflash2": 0.466, "dspark": 0.461}
-GPUS_SHARE = 0.96  # of the time of several GPUs that is used
+USED_SHARES = {False: 1.0, True: 0.96}  # of the time of one GPU, and of several
 DISK_BYTES_S = 1.95e9
 # A plain step reads 15.14 GB in 4.574 ms on the torch engine and in 5.22 ms on SGLang, and takes at least their own time:
 # docs/results/2026-11-22-h200-one-engine.md, 2026-11-20-h200-decoding.md, 2026-11-22-h200-engine.md, 2026-11-21-h200-serving.md.
@@ -84,24 +84,18 @@ class RunEstimate:
         self.stages.setdefault(stage, StageEstimate()).disk_bytes += size
         self.add_line(label, format_bytes(size), derivation)
 
+    def add_seconds(self, stage: str, seconds: float) -> StageEstimate:
+        found = self.stages.setdefault(stage, StageEstimate())
+        found.seconds = (found.seconds or 0) + seconds
+        return found
+
     def add_hours(self, label: str, gpu_seconds: float, derivation: str, gpus: int = 1) -> None:
         """Add GPU-seconds of a stage, or of a stage and a workload: `benchmark, eval`. Its `gpus` work at once."""
-        stage = self.stages.setdefault(label.partition(",")[0], StageEstimate())
-        stage.seconds = (stage.seconds or 0) + gpu_seconds / gpus
+        stage = self.add_seconds(label.partition(",")[0], gpu_seconds / gpus)
         stage.gpu_hours = (stage.gpu_hours or 0) + gpu_seconds / 3600
         self.gpu_hours += gpu_seconds / 3600
         on = f", on {gpus} GPUs" if gpus > 1 else ""
         self.add_line(label, f"{gpu_seconds / 3600:.2g} GPU-hours", derivation + on)
-
-
-@dataclass(frozen=True)
-class RowCounts:
-    train: int
-    evaluated: int  # of all eval sets, at most
-    length: int  # tokens of a row
-
-    def count_stored_tokens(self, p: schema.Params) -> int:
-        return ((0 if p.extract_hiddens.online else self.train) + self.evaluated) * self.length
 
 
 def main(recipe_file: str, params_file: str, gpu: str = "h200") -> None:
@@ -114,36 +108,32 @@ def main(recipe_file: str, params_file: str, gpu: str = "h200") -> None:
 def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu: str = "h200") -> RunEstimate:
     """Return the estimate; `train_rows` count where params.yaml takes all. Raises ValueError for a target of unknown shape."""
     target = read_target_size(p)
-    draft = init_draft.infer_config(p, target.manifest)
     sets = 2 if p.sample_target.eval_temperature else 1
-    length = min(row_tokens, p.extract_hiddens.max_length)
-    rows = RowCounts(p.sample_target.train_rows or train_rows or 0, sets * _get_eval_rows(p), length)
-    result = RunEstimate()
-    _add_sizes(result, p, target, draft)
-    if not rows.train and p.train_draft.checkpoints:
+    rows = p.sample_target.train_rows or train_rows or 0
+    evaluated, length = sets * _get_eval_rows(p), min(row_tokens, p.extract_hiddens.max_length)
+    run = _Run(p, target, init_draft.infer_config(p, target.manifest), GPUS[gpu], rows, evaluated, length)
+    result = run.result
+    run.add_sizes()
+    if not rows and p.train_draft.checkpoints:
         advice = (
             "sample_target.train_rows is null, and the data is not here, of the Hub, or refused: aerie preview data"
         )
         result.add_line("training rows", "not counted", advice)
-    _add_disk(result, p, rows, target, draft)
+    run.add_disk()
     if p.target.device == "cpu":
         result.add_line("GPU", "none", "target.device is cpu; times are those of stages that ran here with this target")
-        _add_logged_times(result, p, rows)
+        run.add_logged_times()
     else:
-        hours = _Hours(result, p, rows, target, draft, GPUS[gpu])
-        if p.sample_target.backend != "keep":
-            hours.add_sampling()
-        hours.add_extraction()
-        hours.add_training()
-        hours.add_torch_cells()
-        hours.add_served_cells()
+        run.add_sampling()
+        run.add_extraction()
+        run.add_training()
+        run.add_torch_cells()
+        run.add_served_cells()
         scaled = f", scaled to an {gpu.upper()} by datasheet" if gpu != "h200" else ""
-        result.add_line("together", f"{result.gpu_hours:.2g} GPU-hours", f"arithmetic from rates of an H200{scaled}")
+        hours = f"{result.gpu_hours:.2g} GPU-hours"
+        result.add_line("together", hours, f"arithmetic from rates of an H200{scaled}")
     result.add_line("together", format_bytes(result.disk_bytes), "in this folder")
     return result
-
-
-# Sizes and disk
 
 
 def count_draft_parameters(draft: DraftConfig) -> dict[str, int]:
@@ -151,114 +141,6 @@ def count_draft_parameters(draft: DraftConfig) -> dict[str, int]:
     sizes = {name: math.prod(shape) for name, shape in eagle3_checkpoint.list_tensor_shapes(draft).items()}
     fc, head = sizes["fc.weight"], sizes["lm_head.weight"]
     return {"fc": fc, "head": head, "layer": sum(sizes.values()) - fc - head - sizes["d2t"] - sizes["t2d"]}
-
-
-def count_segment_parameters(p: schema.Params, name: str, manifest: TargetManifest, draft: DraftConfig) -> int:
-    """Return the parameters of a segment's draft; those of families without a count of their own count as EAGLE-3's."""
-    if config := build_block_config(p, name, manifest, draft):
-        return sum(math.prod(shape) for shape in list_block_tensor_shapes(config).values())
-    return sum(count_draft_parameters(draft).values())
-
-
-def build_block_config(
-    p: schema.Params, name: str, manifest: TargetManifest, draft: DraftConfig
-) -> BlockDraftConfig | None:
-    """Return the shape of a segment's block draft, None for other families; the mask token changes no size and is 0."""
-    segment = p.train_draft.checkpoints[name]
-    if not isinstance(segment, BlockSegment):
-        return None
-    return block_training_start.choose_sizes(segment, draft, manifest, mask_token_id=0)
-
-
-def _add_sizes(result: RunEstimate, p: schema.Params, target: TargetSize, draft: DraftConfig) -> None:
-    manifest = target.manifest
-    experts = f", {format_count(target.active)} of them active" if target.mixture else ""
-    result.weight_bytes = target.parameters * get_itemsize(p.target.dtype)
-    size = f"{format_count(target.parameters)} parameters{experts}, {format_bytes(result.weight_bytes)}"
-    result.add_line("target", f"{manifest.model}, {size}", target.recorded_from)
-    heads = f"{manifest.num_layers} layers * {manifest.num_key_value_heads} heads * {manifest.head_dim}"
-    kv = f"2 * {heads} * {get_itemsize(p.target.dtype)} bytes"
-    result.add_line("KV cache", f"{target.kv_bytes(p.target.dtype):,} bytes a token", kv)
-    total = sum(count_draft_parameters(draft).values())
-    shape = f"{manifest.hidden_size} wide, {draft.intermediate_size} within, vocabulary {draft.draft_vocab_size}"
-    result.add_line("draft", f"{format_count(total)} parameters", f"inferred: {shape}, {draft.rope['rope_type']} RoPE")
-    itemsize = get_itemsize(p.train_draft.dtype)
-    for name in p.train_draft.list_fresh_drafts():
-        total = count_segment_parameters(p, name, manifest, draft)
-        # Weights, gradient and both moments are float32; below it there are weights and a gradient in the dtype too.
-        held = total * (16 if itemsize == 4 else 16 + 2 * itemsize)
-        held += 2 * manifest.vocab_size * manifest.hidden_size * itemsize
-        memory = f"training holds {format_bytes(held)} with the target's embedding and head, and activations"
-        result.add_line(f"draft of {name}", f"{format_count(total)} parameters", memory)
-
-
-def _add_disk(result: RunEstimate, p: schema.Params, rows: RowCounts, target: TargetSize, draft: DraftConfig) -> None:
-    manifest, total = target.manifest, sum(count_draft_parameters(draft).values())
-    token, tokens = _count_token_bytes(p, manifest), rows.count_stored_tokens(p)
-    layers = f"{len(manifest.feature_layers)} feature layers and the last in {p.extract_hiddens.dtype}"
-    derivation = f"{tokens:,} tokens * {token:,.1f} bytes: {layers}"
-    result.add_disk("extract_hiddens", "hidden states", tokens * token, derivation)
-    if p.init_draft.checkpoints:
-        result.add_disk("init_draft", "checkpoint e000", 4 * total, f"{format_count(total)} * 4 bytes")
-    if segments := p.train_draft.checkpoints:
-        # A segment keeps its draft, float32 weights and two moments; while it runs, another set.
-        sizes = [count_segment_parameters(p, name, manifest, draft) for name in segments]
-        each = get_itemsize(p.train_draft.dtype) + 12
-        kept = sum(sizes) + max(sizes)
-        result.add_disk("train_draft", "checkpoints", kept * each, f"{format_count(kept)} parameters * {each} bytes")
-    if imported := p.import_draft.checkpoints:
-        size = 2 * total * len(imported)
-        result.add_disk("import_draft", "imported drafts", size, f"{len(imported)} * {format_count(total)} * 2 bytes")
-        result.download_bytes += 2 * total * sum(not Path(draft.model).is_dir() for draft in imported.values())
-    if manifest.model.startswith("builtin/"):
-        size = 4 * target.parameters
-        result.add_disk("prepare_target", "target", size, f"{format_count(target.parameters)} * 4 bytes")
-    elif not Path(manifest.model).exists():
-        result.download_bytes += 2 * target.parameters
-    if result.download_bytes:
-        download = format_bytes(result.download_bytes)
-        result.add_line("to download, unless it is there", download, "target and imported drafts, 2 bytes each")
-
-
-def _count_token_bytes(p: schema.Params, manifest: TargetManifest) -> float:
-    """Return the bytes of one token's hidden states. For a multimodal target every token counts as an image token."""
-    names = {"fp8": format.FP8} | {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
-    dtype, is_multimodal = names[p.extract_hiddens.dtype], manifest.image_token_id is not None
-    visual = format.count_visual_bytes(manifest.hidden_size, dtype) if is_multimodal else 0
-    return format.count_token_bytes(len(manifest.feature_layers), manifest.hidden_size, dtype, is_multimodal) + visual
-
-
-def _get_eval_rows(p: schema.Params) -> int:
-    """Return the most rows that one eval set can have."""
-    return p.sample_target.eval_rows or p.fix_data.eval_rows or 0
-
-
-def _add_logged_times(result: RunEstimate, p: schema.Params, rows: RowCounts) -> None:
-    """Add the time of each stage of tokens that has run here with this target, by this machine's log."""
-    if not data_size.is_of_target_here(p):
-        return
-    seconds = {run.stage: run.seconds for run in stage_log.read_log()}  # of the last run of each
-    sampled, hiddens = (StageCounts.read(f"results/{name}_report.json") for name in ("sample", "hiddens"))
-    answers = (rows.train + rows.evaluated) * min(rows.length, p.sample_target.max_new_tokens)
-    work = {
-        "sample_target": (answers, sampled.count_tokens()),
-        "extract_hiddens": (rows.count_stored_tokens(p), hiddens.count_tokens()),
-    }
-    for name, segment in p.train_draft.checkpoints.items():
-        epochs = segment.count_epochs(rows.train or 1)
-        done = sum(epoch.tokens for epoch in StageCounts.read(f"results/train/{name}.json").epochs[-epochs:])
-        work[f"train_draft@{name}"] = epochs * rows.train * rows.length, done
-    for stage, (tokens, done) in work.items():
-        if done and seconds.get(stage):
-            rate = done / seconds[stage]
-            estimate = result.stages.setdefault(stage.partition("@")[0], StageEstimate())
-            estimate.seconds = (estimate.seconds or 0) + tokens / rate
-            result.add_line(
-                stage, f"{tokens / rate:,.0f} s", f"{tokens:,} tokens at {rate:,.0f} tokens/s of its last run here"
-            )
-
-
-# Hours
 
 
 def compute_target_flop(target: TargetSize, length: int) -> float:
@@ -293,34 +175,162 @@ def estimate_step(
     return max(read / (STEP_BYTES_S[in_process] * bandwidth), compute, own)
 
 
+def _get_eval_rows(p: schema.Params) -> int:
+    """Return the most rows that one eval set can have."""
+    return p.sample_target.eval_rows or p.fix_data.eval_rows or 0
+
+
+def _count_sampling_gpus(p: schema.Params) -> int:
+    """Return the GPUs of the servers that sample: one for each URL, or those of a machine, which the stage fills with servers.
+
+    A machine has as many as extract_hiddens uses, and those of one server at least.
+    """
+    server = p.sample_target.server
+    if server.launch is None:
+        return max(1, len(expand_urls(server.base_urls)))
+    flags = {"--tp", "--tp-size", "--tensor-parallel-size", "--dp", "--dp-size", "--data-parallel-size"}
+    words = [part for word in server.launch_args for part in word.split("=", 1)]
+    own = math.prod(int(value) for flag, value in itertools.pairwise(words) if flag in flags and value.isdigit())
+    return max(own, p.extract_hiddens.processes)
+
+
 @dataclass(frozen=True)
-class _Hours:
-    result: RunEstimate
+class _Run:
+    """The run to estimate, and what was estimated."""
+
     p: schema.Params
-    rows: RowCounts
     target: TargetSize
     draft: DraftConfig
-    bandwidth: float
+    bandwidth: float  # of the GPU, as a share of an H200's
+    train_rows: int
+    eval_rows: int  # of all eval sets, at most
+    length: int  # tokens of a row
+    result: RunEstimate = field(default_factory=RunEstimate)
+
+    @cached_property
+    def stored_tokens(self) -> int:
+        return ((0 if self.p.extract_hiddens.online else self.train_rows) + self.eval_rows) * self.length
+
+    @cached_property
+    def token_bytes(self) -> float:
+        """Return the bytes of one token's hidden states. For a multimodal target every token counts as an image token."""
+        m, name = self.target.manifest, self.p.extract_hiddens.dtype
+        dtype, is_multimodal = format.FP8 if name == "fp8" else getattr(torch, name), m.image_token_id is not None
+        visual = format.count_visual_bytes(m.hidden_size, dtype) if is_multimodal else 0
+        return format.count_token_bytes(len(m.feature_layers), m.hidden_size, dtype, is_multimodal) + visual
+
+    @cached_property
+    def eagle3_parameters(self) -> int:
+        return sum(count_draft_parameters(self.draft).values())
+
+    def build_block_config(self, name: str) -> BlockDraftConfig | None:
+        """Return the shape of a segment's block draft, None for other families; the mask token changes no size and is 0."""
+        segment = self.p.train_draft.checkpoints[name]
+        if not isinstance(segment, BlockSegment):
+            return None
+        return block_training_start.choose_sizes(segment, self.draft, self.target.manifest, mask_token_id=0)
+
+    def count_parameters(self, name: str) -> int:
+        """Return the parameters of a segment's draft; those of families without a count of their own count as EAGLE-3's."""
+        if config := self.build_block_config(name):
+            return sum(math.prod(shape) for shape in list_block_tensor_shapes(config).values())
+        return self.eagle3_parameters
+
+    # Sizes and disk
+
+    def add_sizes(self) -> None:
+        p, m, result = self.p, self.target.manifest, self.result
+        active = f", {format_count(self.target.active)} of them active" if self.target.mixture else ""
+        itemsize, parameters = get_itemsize(p.target.dtype), self.target.parameters
+        result.weight_bytes = parameters * itemsize
+        size = f"{format_count(parameters)} parameters{active}, {format_bytes(result.weight_bytes)}"
+        result.add_line("target", f"{m.model}, {size}", self.target.recorded_from)
+        kv = f"2 * {m.num_layers} layers * {m.num_key_value_heads} heads * {m.head_dim} * {itemsize} bytes"
+        result.add_line("KV cache", f"{self.target.kv_bytes(p.target.dtype):,} bytes a token", kv)
+        shape = f"{m.hidden_size} wide, {self.draft.intermediate_size} within, vocabulary {self.draft.draft_vocab_size}"
+        shape = f"inferred: {shape}, {self.draft.rope['rope_type']} RoPE"
+        result.add_line("draft", f"{format_count(self.eagle3_parameters)} parameters", shape)
+        itemsize = get_itemsize(p.train_draft.dtype)
+        for name in p.train_draft.list_fresh_drafts():
+            total = self.count_parameters(name)
+            # Weights, gradient and both moments are float32; below it there are weights and a gradient in the dtype too.
+            held = total * (16 if itemsize == 4 else 16 + 2 * itemsize) + 2 * m.vocab_size * m.hidden_size * itemsize
+            memory = f"training holds {format_bytes(held)} with the target's embedding and head, and activations"
+            result.add_line(f"draft of {name}", f"{format_count(total)} parameters", memory)
+
+    def add_disk(self) -> None:
+        p, m, result, total = self.p, self.target.manifest, self.result, self.eagle3_parameters
+        layers = f"{len(m.feature_layers)} feature layers and the last in {p.extract_hiddens.dtype}"
+        derivation = f"{self.stored_tokens:,} tokens * {self.token_bytes:,.1f} bytes: {layers}"
+        result.add_disk("extract_hiddens", "hidden states", self.stored_tokens * self.token_bytes, derivation)
+        if p.init_draft.checkpoints:
+            result.add_disk("init_draft", "checkpoint e000", 4 * total, f"{format_count(total)} * 4 bytes")
+        if segments := p.train_draft.checkpoints:
+            # A segment keeps its draft, float32 weights and two moments; while it runs, another set.
+            sizes, each = list(map(self.count_parameters, segments)), get_itemsize(p.train_draft.dtype) + 12
+            kept = sum(sizes) + max(sizes)
+            derivation = f"{format_count(kept)} parameters * {each} bytes"
+            result.add_disk("train_draft", "checkpoints", kept * each, derivation)
+        if imported := p.import_draft.checkpoints:
+            derivation = f"{len(imported)} * {format_count(total)} * 2 bytes"
+            result.add_disk("import_draft", "imported drafts", 2 * total * len(imported), derivation)
+            result.download_bytes += 2 * total * sum(not Path(draft.model).is_dir() for draft in imported.values())
+        parameters = self.target.parameters
+        if m.model.startswith("builtin/"):
+            result.add_disk("prepare_target", "target", 4 * parameters, f"{format_count(parameters)} * 4 bytes")
+        elif not Path(m.model).exists():
+            result.download_bytes += 2 * parameters
+        if result.download_bytes:
+            download = format_bytes(result.download_bytes)
+            result.add_line("to download, unless it is there", download, "target and imported drafts, 2 bytes each")
+
+    # Times
+
+    def add_logged_times(self) -> None:
+        """Add the time of each stage of tokens that has run here with this target, by this machine's log."""
+        p = self.p
+        if not data_size.is_of_target_here(p):
+            return
+        seconds = {run.stage: run.seconds for run in stage_log.read_log()}  # of the last run of each
+        sampled, hiddens = (StageCounts.read(f"results/{name}_report.json") for name in ("sample", "hiddens"))
+        answers = (self.train_rows + self.eval_rows) * min(self.length, p.sample_target.max_new_tokens)
+        work = {
+            "sample_target": (answers, sampled.count_tokens()),
+            "extract_hiddens": (self.stored_tokens, hiddens.count_tokens()),
+        }
+        for name, segment in p.train_draft.checkpoints.items():
+            epochs = segment.count_epochs(self.train_rows or 1)
+            trained = StageCounts.read(f"results/train/{name}.json").epochs[-epochs:]
+            tokens = epochs * self.train_rows * self.length
+            work[f"train_draft@{name}"] = tokens, sum(epoch.tokens for epoch in trained)
+        for stage, (tokens, done) in work.items():
+            if done and seconds.get(stage):
+                rate = done / seconds[stage]
+                self.result.add_seconds(stage.partition("@")[0], tokens / rate)
+                derivation = f"{tokens:,} tokens at {rate:,.0f} tokens/s of its last run here"
+                self.result.add_line(stage, f"{tokens / rate:,.0f} s", derivation)
 
     def add_sampling(self) -> None:
-        p, count = self.p, self.rows.train + self.rows.evaluated
-        tokens = min(self.rows.length, p.sample_target.max_new_tokens)
-        gpus, at_once = 1, p.sample_target.batch_size or 512
-        if not p.sample_target.is_in_process:
-            gpus = count_sampling_gpus(p)
-            at_once = max(1, p.sample_target.server.concurrency // gpus)  # of one GPU
-        step = estimate_step(False, p, self.target, self.bandwidth, at_once, tokens)
-        batches = -(-count // (at_once * gpus))
+        sampling = self.p.sample_target
+        if sampling.backend == "keep":
+            return
+        tokens = min(self.length, sampling.max_new_tokens)
+        gpus, at_once = 1, sampling.batch_size or 512
+        if not sampling.is_in_process:
+            gpus = _count_sampling_gpus(self.p)
+            at_once = max(1, sampling.server.concurrency // gpus)  # of one GPU
+        step = estimate_step(False, self.p, self.target, self.bandwidth, at_once, tokens)
+        batches = -(-(self.train_rows + self.eval_rows) // (at_once * gpus))
         derivation = f"{batches:,} times {at_once} at once * {tokens:,} tokens * {1e3 * step:.1f} ms"
         self.result.add_hours("sample_target", batches * tokens * step * gpus, derivation, gpus)
 
     def add_extraction(self) -> None:
-        gpus, tokens = self.p.extract_hiddens.processes, self.rows.count_stored_tokens(self.p)
+        gpus, tokens = self.p.extract_hiddens.processes, self.stored_tokens
         share = EXTRACTING_SHARES[self.p.extract_hiddens.compile]
-        flop = compute_target_flop(self.target, self.rows.length)
-        seconds = self._divide(tokens * flop / (share * PEAK_FLOPS), gpus)
+        flop = compute_target_flop(self.target, self.length)
+        seconds = tokens * flop / (share * PEAK_FLOPS) / USED_SHARES[gpus > 1]
         derivation = f"{tokens:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s"
-        written = tokens * _count_token_bytes(self.p, self.target.manifest)
+        written = tokens * self.token_bytes
         if written / DISK_BYTES_S > seconds / gpus:
             seconds = written / DISK_BYTES_S * gpus
             derivation = f"{written / 1e9:,.0f} GB at {DISK_BYTES_S / 1e9} GB/s of the disk, the GPUs wait"
@@ -328,37 +338,34 @@ class _Hours:
 
     def add_training(self) -> None:
         """Add the hours of each segment; families without a rate of their own count as EAGLE-3's."""
-        p, manifest, tokens = self.p, self.target.manifest, self.rows.train * self.rows.length
-        online = compute_target_flop(self.target, self.rows.length) if p.extract_hiddens.online else 0.0
-        for name, segment in p.train_draft.checkpoints.items() if tokens else ():
-            config, epochs = build_block_config(p, name, manifest, self.draft), segment.count_epochs(self.rows.train)
+        training, gpus, tokens = self.p.train_draft, self.p.train_draft.processes, self.train_rows * self.length
+        online = compute_target_flop(self.target, self.length) if self.p.extract_hiddens.online else 0.0
+        for name, segment in training.checkpoints.items() if tokens else ():
+            config, epochs = self.build_block_config(name), segment.count_epochs(self.train_rows)
             if config and isinstance(segment, BlockSegment):
                 # On one token: full packs, all positions supervised, whole blocks.
-                blocks = min(segment.anchors / (p.train_draft.batch_tokens or MOST_BATCH_TOKENS), 1)
-                seen = self.rows.length / 2 + segment.block_size  # keys of a row, on average
-                work = BlockWork(1, blocks, blocks * segment.num_drafts, blocks * segment.block_size * seen)
-                flop = BlockFlop.of_config(config, reads_target=bool(OBJECTIVES[segment.method].l1)).count(work)
+                blocks = min(segment.anchors / (training.batch_tokens or MOST_BATCH_TOKENS), 1)
+                seen = self.length / 2 + segment.block_size  # keys of a row, on average
+                work = BlockCounts(1, blocks, blocks * segment.num_drafts, blocks * segment.block_size * seen)
+                flop = count_block_flop(config, reads_target=bool(OBJECTIVES[segment.method].l1)).dot(work)
             else:
-                flop = compute_train_flop(manifest, self.draft, p.train_draft.ttt_steps)
+                flop = compute_train_flop(self.target.manifest, self.draft, training.ttt_steps)
             share = TRAINING_SHARES.get(segment.method, TRAINING_SHARES["eagle3"])
-            second = flop / share + online / EXTRACTING_SHARES[p.extract_hiddens.compile]
-            seconds = self._divide(epochs * tokens * second / PEAK_FLOPS, p.train_draft.processes)
-            of_target = f" and the target's {online / 1e9:.2f} GFLOP" if online else ""
-            derivation = f"{epochs} epochs * {tokens:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}{of_target}"
-            if not online:
-                read = epochs * tokens * _count_token_bytes(p, manifest)
-                read /= max(seconds / p.train_draft.processes, 1)
+            second = flop / share + online / EXTRACTING_SHARES[self.p.extract_hiddens.compile]
+            seconds = epochs * tokens * second / PEAK_FLOPS / USED_SHARES[gpus > 1]
+            derivation = f"{epochs} epochs * {tokens:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}"
+            if online:
+                derivation += f" and the target's {online / 1e9:.2f} GFLOP"
+            else:
+                read = epochs * tokens * self.token_bytes / max(seconds / gpus, 1)
                 derivation += f"; the disk must give {read / 1e9:.1f} GB/s, unless memory holds the hidden states"
-            self.result.add_hours(f"train_draft, {name}", seconds, derivation, p.train_draft.processes)
-
-    def _divide(self, gpu_seconds: float, gpus: int) -> float:
-        return gpu_seconds / (GPUS_SHARE if gpus > 1 else 1.0)
+            self.result.add_hours(f"train_draft, {name}", seconds, derivation, gpus)
 
     def add_torch_cells(self) -> None:
         b = self.p.benchmark
         cells, ways = len(b.checkpoints) * len(b.trees), 2 if b.mode == "both" else 1
         for name in b.torch_workloads:
-            seconds = sum(self._list_load_seconds(True, b.workloads[name]))
+            seconds = self.estimate_loads(True, b.workloads[name])
             derivation = f"{cells} cells * {ways} ways * {seconds:.0f} s of plain decoding"
             gpu_seconds = cells * ways * seconds * b.num_gpus_per_model
             # Prompts are divided over the copies of the target; the sum of GPU-seconds stays.
@@ -372,36 +379,22 @@ class _Hours:
         for kind, count in (("benchmark_served", cells), ("benchmark_served_baseline", 1)):
             stages += [(kind, count, *pair) for pair in product(served.engines, served.workloads)]
         for stage, servers, engine, name in stages:
-            tp = served.get_server(engine).tp
-            load = sum(self._list_load_seconds(False, self.p.benchmark.workloads[name]))
+            tp, load = served.get_server(engine).tp, self.estimate_loads(False, self.p.benchmark.workloads[name])
             derivation = f"{servers} servers * ({SERVER_START_S} s + {load:.0f} s of plain decoding)"
             self.result.add_hours(f"{stage}, {engine}, {name}", servers * (SERVER_START_S + load) * tp, derivation, tp)
 
-    def _list_load_seconds(self, in_process: bool, workload: Workload) -> Iterator[float]:
-        """Yield the seconds of all repeats of each load of a workload: plain decoding, or the time its arrivals take."""
+    def estimate_loads(self, in_process: bool, workload: Workload) -> float:
+        """Return the seconds of all loads of a workload and their repeats: plain decoding, or the time its arrivals take."""
+        total = 0.0
         for tokens, cap in workload.list_loads():
             prompts = workload.limit_prompts(cap) or _get_eval_rows(self.p)
             prompts *= 2 if workload.turns == "all" else 1  # as the questions of MT-bench have
             prompts += min(workload.warmup, prompts)
-            at_once = min(prompts, cap or prompts)
-            context = (workload.input_tokens or 0) + tokens
+            at_once, context = min(prompts, cap or prompts), (workload.input_tokens or 0) + tokens
             step = estimate_step(in_process, self.p, self.target, self.bandwidth, at_once, context)
             arriving = 0 if workload.request_rate == "inf" else prompts / workload.requests_per_second
-            yield workload.repeats * max(prompts / at_once * tokens * step, arriving)
-
-
-def count_sampling_gpus(p: schema.Params) -> int:
-    """Return the GPUs of the servers that sample: one for each URL, or those of a machine, which the stage fills with servers.
-
-    A machine has as many as extract_hiddens uses, and those of one server at least.
-    """
-    server = p.sample_target.server
-    if server.launch is None:
-        return max(1, len(expand_urls(server.base_urls)))
-    flags = {"--tp", "--tp-size", "--tensor-parallel-size", "--dp", "--dp-size", "--data-parallel-size"}
-    words = [part for word in server.launch_args for part in word.split("=", 1)]
-    own = math.prod(int(value) for flag, value in itertools.pairwise(words) if flag in flags and value.isdigit())
-    return max(own, p.extract_hiddens.processes)
+            total += max(prompts / at_once * tokens * step, arriving)
+        return workload.repeats * total
 
 
 if __name__ == "__main__":

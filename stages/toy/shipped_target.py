@@ -11,13 +11,15 @@ import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from stages.params.checks import TARGETS_FOLDER
+from stages.params.target_sections import PrepareTarget
 from stages.target import manifest
-from stages.toy import text_targets, weather
+from stages.toy import text_targets
 
 NAME = "weather-tiny"
 RECORD_NAME = "training.json"
@@ -25,33 +27,20 @@ LAST_STEPS = 20  # of the recorded loss
 
 
 @dataclass(frozen=True)
-class TrainingSettings:
-    """The keys of prepare_target in params.yaml that decide what is trained."""
-
-    seed: int
-    steps: int
-    batch_tokens: int
-    learning_rate: float
-
-
-@dataclass(frozen=True)
 class TrainingRecord:
     """Settings, loss and digests of the shipped weights."""
 
-    settings: TrainingSettings
+    settings: dict[str, float]  # the keys of prepare_target in params.yaml that decide what is trained
     loss: float  # mean of the last LAST_STEPS steps
     weights_digest: str  # sha256, as in target.json
     corpus_digest: str  # sha256 of the training texts
-    code_digest: str  # sha256 of the modules that generate the texts and train
-    torch_version: str
 
 
 def read_record() -> TrainingRecord:
-    found = json.loads((TARGETS_FOLDER / NAME / RECORD_NAME).read_text(encoding="utf-8"))
-    return TrainingRecord(**found | {"settings": TrainingSettings(**found["settings"])})
+    return TrainingRecord(**json.loads((TARGETS_FOLDER / NAME / RECORD_NAME).read_text(encoding="utf-8")))
 
 
-def copy_files(name: str, settings: TrainingSettings, folder: Path) -> None:
+def copy_files(name: str, wanted: PrepareTarget, folder: Path) -> None:
     """Copy the shipped target of this name into `folder`. Raises ValueError for another target, settings or weights."""
     if name != NAME:
         raise ValueError(
@@ -59,11 +48,11 @@ def copy_files(name: str, settings: TrainingSettings, folder: Path) -> None:
             "shipped; set prepare_target.weights: train"
         )
     record = read_record()
-    for key, shipped in asdict(record.settings).items():
-        if (wanted := getattr(settings, key)) != shipped:
+    for key, shipped in record.settings.items():
+        if getattr(wanted, key) != shipped:
             raise ValueError(
-                f"params.yaml: prepare_target.{key} is {wanted}, expected that of the shipped weights, {shipped}; correct it, or "
-                "set prepare_target.weights: train"
+                f"params.yaml: prepare_target.{key} is {getattr(wanted, key)}, expected that of the shipped weights, {shipped}; "
+                "correct it, or set prepare_target.weights: train"
             )
     source = TARGETS_FOLDER / name
     if manifest.digest_files(source, manifest.WEIGHTS) != record.weights_digest:
@@ -81,22 +70,16 @@ def digest_corpus(seed: int) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-def train_anew(settings: TrainingSettings, folder: Path) -> TrainingRecord:
+def train_anew(settings: dict[str, Any], folder: Path) -> TrainingRecord:
     """Train and save the target in `folder` -> the record of it, which is written there too."""
     torch.set_num_threads(1)
-    model, tokenizer, training = text_targets.start_training(NAME, **asdict(settings))
-    losses = [loss for _, loss in tqdm(training, "train the target", settings.steps)]
+    model, tokenizer, training = text_targets.start_training(NAME, **settings)
+    losses = [loss for _, loss in tqdm(training, "train the target", settings["steps"])]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    code = b"".join(Path(str(module.__file__)).read_bytes() for module in (text_targets, weather))
-    record = TrainingRecord(
-        settings,
-        sum(losses[-LAST_STEPS:]) / LAST_STEPS,
-        manifest.digest_files(folder, manifest.WEIGHTS),
-        digest_corpus(settings.seed),
-        hashlib.sha256(code).hexdigest(),
-        torch.__version__.partition("+")[0],
-    )
+    loss = sum(losses[-LAST_STEPS:]) / LAST_STEPS
+    weights = manifest.digest_files(folder, manifest.WEIGHTS)
+    record = TrainingRecord(settings, loss, weights, digest_corpus(settings["seed"]))
     (folder / RECORD_NAME).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
     return record
 

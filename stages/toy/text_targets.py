@@ -103,22 +103,17 @@ def build_decoder_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def render_conversations(
-    conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerFast | None = None
-) -> Iterator[str]:
-    """Yield each conversation as the tokenizer's template renders it; without a tokenizer, as plain ChatML."""
+def render_conversations(conversations: list[list[dict[str, str]]]) -> Iterator[str]:
+    """Yield each conversation in ChatML, as CHAT_TEMPLATE renders it."""
     for messages in conversations:
-        if tokenizer is None:
-            yield "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
-        else:
-            yield tokenizer.apply_chat_template(messages, tokenize=False)
+        yield "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
 
 
 def encode_conversations(
     tokenizer: PreTrainedTokenizerFast, conversations: list[list[dict[str, str]]]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return for each conversation ids [T] and labels [T], -100 outside the assistant's turns (end tokens are inside)."""
-    encoded = tokenizer(list(render_conversations(conversations, tokenizer)))["input_ids"]
+    encoded = tokenizer(list(render_conversations(conversations)))["input_ids"]
     return [(torch.tensor(ids), label_assistant_tokens(tokenizer, ids)) for ids in encoded]
 
 
@@ -162,9 +157,8 @@ def train_target(
         for optimizer, base_rate in base_rates.items():
             for group in optimizer.param_groups:
                 group["lr"] = base_rate * scale
-        hidden = model.model(input_ids=ids, use_cache=False, **build_inputs(batch)).last_hidden_state[
-            :, :-1
-        ]  # [B, T-1, H]
+        output = model.model(input_ids=ids, use_cache=False, **build_inputs(batch))
+        hidden = output.last_hidden_state[:, :-1]  # [B, T-1, H]
         supervised = labels[:, 1:] != -100
         loss = nn.functional.cross_entropy(model.lm_head(hidden[supervised]), labels[:, 1:][supervised])
         muon.zero_grad()

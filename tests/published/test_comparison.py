@@ -14,7 +14,7 @@ def find_row(name: str, metric: str = "tau") -> published.PublishedRow:
     """The number of DSpark for Qwen3-8B on GSM8K."""
     (row,) = (
         row
-        for row in PUBLISHED[name].rows
+        for row in PUBLISHED[name]
         if (row.metric, row.setting.target, row.setting.method, row.setting.dataset)
         == (metric, "Qwen3-8B", "DSpark", "GSM8K")
     )

@@ -41,6 +41,6 @@ def test_a_cell_gives_a_file_for_each_way_and_an_analysis(tmp_path: Path, analys
         found = json.loads((tmp_path / "out" / f"{stem}-analysis.json").read_text())
         assert found["speedup_ratio"] == pytest.approx(average_speed(eagle) / average_speed(baseline))
         for key, measure in (("acceptance_length", "tau_of_questions"), ("speedup_ratio", "speedup_of_questions")):
-            number = MEASURES[measure](cell, None)
+            number = MEASURES[measure].find(cell, None)
             assert number is not None and found[key] == pytest.approx(number.value)
         assert {found["eagle_file"], found["baseline_file"]} == names

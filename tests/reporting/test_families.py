@@ -41,9 +41,8 @@ def test_the_tree_of_each_kind_is_the_fastest_one_where_speedups_are_predicted()
         for tree, speedup in {"t3_1_4": 1.31, "t10_1_11": 1.01, "t5_4_16": 1.5, "t8_4_16": 1.2}.items()
     ]  # fmt: skip
     given = {"a": DraftKind(), "b": DraftKind(DFLASH, 10)}
-    page = families.build_families_page(replays, given, guesses)
-    assert page
-    chosen = {(line.checkpoint, line.kind): line.tree.shape.name for line in page.lines}
+    lines = families.choose_family_lines(replays, given, guesses)
+    chosen = {(line.checkpoint, line.kind): line.tree.shape.name for line in lines}
     assert chosen["a", "chain"] == "t3_1_4" and chosen["b", "chain"] == "t10_1_11"
     assert {chosen[key] for key in chosen if key[0] == "a" and key[1] != "chain"} == {"t5_4_16"}
     assert {chosen[key] for key in chosen if key[0] == "b" and key[1] != "chain"} == {"t8_4_16"}, "by tau"

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stages.families.block import objective as block_training
 from stages.families.block.model import BlockDraft, BlockDraftConfig
 from stages.families.block.objective import OBJECTIVES, BlockTrainingObjective
-from stages.reproduce.block_flop import BlockFlop, BlockWork
+from stages.reproduce.block_flop import BlockCounts, count_block_flop
 from stages.training.packed_rows import PackIndex
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,8 +50,8 @@ def test_the_count_is_what_torch_counts(method: str, rank: int) -> None:
         block_training.compute_loss(draft, pack, embedding, head, objective, counts).total_loss.backward()
     num_rows, drafts = 9 * 4, sum(pack.supervised_per_step)
     assert len(pack.anchors) == 9 and 0 < drafts < 9 * c.num_drafts
-    work = BlockWork(65, 9, drafts, num_rows * (65 + num_rows))  # a dense mask computes every pair
-    found = BlockFlop.of_config(c, reads_target=method == "dspark").count(work)
+    work = BlockCounts(65, 9, drafts, num_rows * (65 + num_rows))  # a dense mask computes every pair
+    found = count_block_flop(c, reads_target=method == "dspark").dot(work)
     # torch counts no product with a vector, which the confidence head is
     assert counter.get_total_flops() == pytest.approx(found, rel=0.002)
 
@@ -62,10 +62,10 @@ def test_qwen3_8b_by_hand() -> None:
         "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 5, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
     }  # fmt: skip
-    dflash = BlockFlop.of_config(config("dflash", **sizes, block_size=16), reads_target=False)
-    dspark = BlockFlop.of_config(config("dspark", **sizes, block_size=7, markov_rank=256), reads_target=True)
-    assert dflash.token == dspark.token == pytest.approx(4 * 83.886e6 + 6 * 41.943e6, rel=1e-4)
-    assert dflash.block / 16 == dspark.block / 7 == pytest.approx(6 * 964.69e6, rel=1e-4)
-    assert dflash.draft == 4 * 151936 * 4096
-    assert dspark.draft == 6 * 151936 * 4096 + 6 * 151936 * 256 + 6 * (4096 + 256)
-    assert dflash.pair == 5 * 12 * 32 * 128
+    dflash = count_block_flop(config("dflash", **sizes, block_size=16), reads_target=False)
+    dspark = count_block_flop(config("dspark", **sizes, block_size=7, markov_rank=256), reads_target=True)
+    assert dflash.tokens == dspark.tokens == pytest.approx(4 * 83.886e6 + 6 * 41.943e6, rel=1e-4)
+    assert dflash.blocks / 16 == dspark.blocks / 7 == pytest.approx(6 * 964.69e6, rel=1e-4)
+    assert dflash.drafts == 4 * 151936 * 4096
+    assert dspark.drafts == 6 * 151936 * 4096 + 6 * 151936 * 256 + 6 * (4096 + 256)
+    assert dflash.pairs == 5 * 12 * 32 * 128

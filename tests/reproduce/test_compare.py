@@ -83,7 +83,7 @@ def test_every_number_of_the_target_is_laid_beside_or_counted_with_a_reason(name
     wanted = 0
     for publication in {match.publication for match in recipe.beside}:
         targets = {match.rows["target"] for match in recipe.beside if match.publication == publication}
-        wanted += sum(row.setting.target in targets for row in publications[publication].rows)
+        wanted += sum(row.setting.target in targets for row in publications[publication])
     sides, left_out = sides_of(name)
     assert len(sides) + left_out.total() == wanted > 10
     assert {s.verdict for s in sides} == {"not run"}
@@ -207,7 +207,7 @@ def seed_cells(change: dict[str, float] | None = None, spread: float = 0.01) -> 
     """Cells of seed 000's trees, on another target whose taus run as its own do, twice as far above 1; some changed."""
     published_taus = {
         row.setting.tree: row.value
-        for row in published.read_publications()["qwen3-vl-weather"].rows
+        for row in published.read_publications()["qwen3-vl-weather"]
         if row.metric == "tau" and row.setting.draft == "the team's, ep=9"
     }
     for tree, value in published_taus.items():
