@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from stages.draft import checkpoint, config_override, eagle3_checkpoint, published_eagle3_formats, published_files
-from stages.draft.eagle3 import Eagle3Draft
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft import checkpoint, published_files
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
+from stages.families.eagle3 import files as eagle3_files
 from stages.hidden_states import format, reader
 from stages.params import schema, stage_inputs
 from stages.params.draft_sections import LEAST_COVERAGE
@@ -139,7 +140,7 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     name = init.from_
     assert name is not None
     folder, commit = published_files.fetch_draft(name, init.revision)
-    published = published_eagle3_formats.read_published_draft(
+    published = eagle3_files.read_published_draft(
         folder, target_manifest, lambda: manifest.read_embedding_and_head(target_manifest), name
     )
     print(f"{ROOT_CHECKPOINT} starts from {name}" + (f" at {commit}" if commit else ""))
@@ -177,7 +178,7 @@ def _override_config(
     if path is None:
         return inferred
     fixed = build_config_json(inferred, layers, target_manifest)
-    return config_override.override_config(Path(path), inferred, fixed)
+    return eagle3_checkpoint.override_config(Path(path), inferred, fixed)
 
 
 def build_config_json(config: DraftConfig, layers: list[int], target_manifest: TargetManifest) -> dict[str, Any]:

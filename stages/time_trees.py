@@ -26,7 +26,8 @@ from stages.data import conversations
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, RequestUpdate
 from stages.families.draft_decoding import build_engine
-from stages.families.family import LoadedDraft, get_files
+from stages.families.draft_files import LoadedDraft
+from stages.families.family import get_files
 from stages.params import schema, stage_inputs
 from stages.params.engines import TORCH
 from stages.params.tree_sections import TimeTrees

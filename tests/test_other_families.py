@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from stages import benchmark, extract_hiddens, import_draft, init_draft, prepare_prompts, train_draft
 from stages.cells.table import TableLine
-from stages.draft import checkpoint, eagle3_checkpoint
+from stages.draft import checkpoint
 from stages.families import eagle, medusa
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.family import get_files
 from stages.families.ranked_drafts import RankedFiles
 from stages.hidden_states import format, reader
@@ -247,7 +248,7 @@ def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(trained_project: Path,
     lacking = {k: t for k, t in tensors.items() if k != "blocks.0.bias"}
     assert "missing tensors ['blocks.0.bias']" in files.find_problem(config, lacking)
     assert "lacks 'heads'" in files.find_problem({k: v for k, v in config.items() if k != "heads"}, tensors)
-    with pytest.raises(ValueError, match="is no draft of medusa"):
+    with pytest.raises(ValueError, match="is no Medusa draft"):
         files.read(checkpoint.locate_checkpoint("eagle1"), "train_draft@eagle1", manifest.read_manifest(), tables[1])
     with pytest.raises(ValueError, match="is no EAGLE-3 draft"):
         eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("heads1"), "train_draft@heads1")

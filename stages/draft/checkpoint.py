@@ -1,6 +1,6 @@
 """A checkpoint on disk: `draft/` is loaded by engines, `state/` by the next training segment.
 
-What drafts of all kinds share; `draft/` is written and read by `Files` of a family (families/family.py). `state/` holds
+What drafts of all kinds share; `draft/` is written and read by `files` of a family (families/draft_files.py). `state/` holds
 optimizer moments as safetensors, in shards where they are large, and the training progress as JSON.
 """
 

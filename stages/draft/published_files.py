@@ -1,6 +1,6 @@
 """The files of a published draft of any family: download, config.json, safetensors, RoPE and dtypes.
 
-What the names and keys mean is each family's own: published_eagle3_formats, and families/block/published.py of block drafts.
+What the names and keys mean is each family's own, in `files` of stages/families/NAME.
 """
 
 import re
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stages.draft import checkpoint
 from stages.draft.config_types import check_types
-from stages.params.families import DFLASH, EAGLE3, DraftFamily
+from stages.params.families import BLOCKS, ROOT_FAMILY, DraftFamily
 from stages.runtime import guarded_files
 from stages.target.manifest import TargetManifest
 
@@ -34,12 +34,12 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Written by some trainers and read by no engine: RoPE frequencies, and tensors of the target.
 UNUSED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^verifier_(norm|lm_head)\.weight$")
 BLOCK_SECTIONS = ("dflash_config", "dspark_config")
-BLOCK_DRAFT_WORDS = re.compile("dflash|dspark|domino|lilicorr|xpress", re.IGNORECASE)  # in names of architectures
+UNKNOWN_BLOCK_DRAFTS = re.compile("dflash|dspark|domino|lilicorr|xpress", re.IGNORECASE)  # parts of their architectures
 
 
 @dataclass(frozen=True)
 class PublishedDraft:
-    """A published draft in the format of `eagle3_checkpoint`, or of config.py."""
+    """A published draft in its family's own format."""
 
     config: dict[str, Any]  # config.json
     tensors: dict[str, Tensor]
@@ -114,13 +114,15 @@ def name_config(folder: Path) -> Iterator[None]:
 
 def is_block_config(raw: Mapping[str, Any]) -> bool:
     """Return whether config.json is of a block draft, of a kind that we run or not."""
-    named = [*(raw.get("architectures") or []), raw.get("speculators_model_type") or ""]
-    return any(BLOCK_DRAFT_WORDS.search(name) for name in named) or any(key in raw for key in BLOCK_SECTIONS)
+    named = {*(raw.get("architectures") or []), raw.get("speculators_model_type") or ""}
+    known = {name for family in BLOCKS.values() for name in (family.architecture, *family.published_as)}
+    is_block = bool(named & known) or any(UNKNOWN_BLOCK_DRAFTS.search(name) for name in named)
+    return is_block or any(key in raw for key in BLOCK_SECTIONS)
 
 
 def find_published_family(raw: Mapping[str, Any]) -> DraftFamily:
     """Return the family whose files a published config.json is of: of a block draft any of theirs, which are read alike."""
-    return DFLASH if is_block_config(raw) else EAGLE3
+    return next(iter(BLOCKS.values())) if is_block_config(raw) else ROOT_FAMILY
 
 
 def check_target_sizes(folder: Path, raw: Mapping[str, Any], manifest: TargetManifest) -> None:

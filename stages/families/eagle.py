@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import (
+    SIZE_KEYS,
+    DraftConfig,
     DraftMLP,
     Eagle3Draft,
     RMSNorm,
@@ -25,11 +26,10 @@ from stages.draft.eagle3 import (
     build_prefix_mask,
     compute_first_state,
 )
-from stages.draft.eagle3_config import SIZE_KEYS, DraftConfig
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput, compute_rope_positions
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.families import ranked_drafts
-from stages.families.family import LoadedDraft
+from stages.families.draft_files import LoadedDraft
 from stages.families.ranked_drafts import build_static_tree
 from stages.families.static_tree import StaticTree
 from stages.params.draft_sections import TrainDraft
@@ -188,8 +188,6 @@ class EagleMethod(DraftingMethod):
         if isinstance(tree, TreeShape):
             trees.check_tree(tree, c.vocab_size, c.sliding_window)
         self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens
-        self.weight_bytes = sum(x.nbytes for x in eagle.parameters())
-        self.num_parameters = sum(x.numel() for x in eagle.parameters())
 
     def build_proposer(self, capacity: int) -> "EagleProposer":
         return EagleProposer(self, capacity)
@@ -336,7 +334,6 @@ class Training(ranked_drafts.RankedTraining):
         return ttt.TrainingObjective.of_settings(settings, 1, logits_scale), compute_loss
 
 
-def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str) -> Drafter:
+def build_drafter(draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str) -> Drafter:
     assert isinstance(draft.module, EagleDraft)
-    embedding = model.get_input_embeddings().weight
     return EagleDrafter(draft.module, embedding, draft.config["rank_accuracy"], tree_scoring)

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.families import ranked_drafts
-from stages.families.family import LoadedDraft
+from stages.families.draft_files import LoadedDraft
 from stages.families.ranked_drafts import build_static_tree
 from stages.families.static_tree import StaticTree
 from stages.params.draft_sections import TrainDraft
@@ -134,8 +133,6 @@ class MedusaMethod(DraftingMethod):
     def __init__(self, medusa: MedusaDraft, tree: StaticTree):
         self.medusa, self.tree = medusa, tree
         self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens
-        self.weight_bytes = sum(x.nbytes for x in medusa.state_dict().values())
-        self.num_parameters = sum(x.numel() for x in medusa.parameters())
 
     def build_proposer(self, capacity: int) -> "MedusaProposer":
         return MedusaProposer(self)
@@ -209,6 +206,6 @@ class Training(ranked_drafts.RankedTraining):
         return ttt.TrainingObjective.of_settings(settings, draft.config["heads"], logits_scale), compute_loss
 
 
-def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str) -> Drafter:
+def build_drafter(draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str) -> Drafter:
     assert isinstance(draft.module, MedusaDraft)
-    return MedusaDrafter(draft.module, model.get_input_embeddings().weight)
+    return MedusaDrafter(draft.module, embedding)

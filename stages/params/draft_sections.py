@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from stages.params.families import BUILTIN, FAMILIES, AnySegment, DraftFamily, Segment, find_builtin
+from stages.params.families import BUILTIN, BUILTINS, AnySegment, DraftFamily, Segment
 from stages.params.section import (
     ROOT_CHECKPOINT,
     Count,
@@ -229,17 +229,15 @@ class ImportedCheckpoint(Section):
     @field_validator("model")
     @classmethod
     def is_known_if_builtin(cls, model: str) -> str:
-        if model.startswith(BUILTIN) and find_builtin(model) is None:
-            known = [f"{BUILTIN}{family.name}" for family in FAMILIES.values() if family.segment is None]
-            raise ValueError(
-                f"is {model}{suggest_name(model, known)}, expected {' or '.join(known)}, or a published draft"
-            )
+        if model.startswith(BUILTIN) and model not in BUILTINS:
+            known = " or ".join(BUILTINS)
+            raise ValueError(f"is {model}{suggest_name(model, BUILTINS)}, expected {known}, or a published draft")
         return model
 
     @property
     def builtin(self) -> DraftFamily | None:
         """Return the family that has no weights; None of a published draft."""
-        return find_builtin(self.model)
+        return BUILTINS.get(self.model)
 
 
 class ImportDraft(Section):

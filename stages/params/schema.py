@@ -8,6 +8,7 @@ tree_shape.py, which computes.
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,7 +18,7 @@ from stages.params.benchmark_sections import Benchmark, BenchmarkServed, Serving
 from stages.params.cell_trees import LeftOutTree, check_cell_trees, list_left_out_trees
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.families import EAGLE, SEGMENT_TAG, TRAINABLE, DraftKind, list_titles
+from stages.params.families import BLOCK_TITLES, SEGMENT_TAG, TRAINABLE, DraftKind
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import (
@@ -203,7 +204,7 @@ class Params(Section):
             if name in drafts and not drafts[name].family.samples_drafts:
                 raise ValueError(
                     f"benchmark.checkpoints: {name} is of {drafts[name].title} and benchmark.draft_sampling is sampled, "
-                    f"expected block drafts ({list_titles()}); take it out, or set draft_sampling to greedy"
+                    f"expected block drafts ({BLOCK_TITLES}); take it out, or set draft_sampling to greedy"
                 )
         for name in self.time_trees.checkpoints:
             if name in drafts and (depth := drafts[name].depth):
@@ -214,7 +215,7 @@ class Params(Section):
         """Return what is known of each checkpoint's draft; nothing of published ones, whose files say it."""
         known: dict[str, DraftKind] = {name: DraftKind() for name in self.init_draft.checkpoints}
         known |= {name: segment.draft for name, segment in self.train_draft.checkpoints.items()}
-        known |= {name: DraftKind(EAGLE, self.train_draft.ttt_steps) for name in known if known[name].family is EAGLE}
+        known |= {n: replace(x, depth=self.train_draft.ttt_steps) for n, x in known.items() if x.family.measures_steps}
         imported = self.import_draft.checkpoints.items()
         return known | {name: DraftKind(source.builtin) for name, source in imported if source.builtin}
 

@@ -19,17 +19,16 @@ from pathlib import Path
 import torch
 
 from stages import init_draft
-from stages.draft import eagle3_checkpoint
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig
 from stages.families.block import training as block_training_start
 from stages.families.block.config import list_block_tensor_shapes
 from stages.families.block.model import BlockDraftConfig
-from stages.families.block.objective import OBJECTIVES
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.draft_sections import MOST_BATCH_TOKENS
-from stages.params.families import BlockSegment
+from stages.params.families import ROOT_FAMILY, BlockSegment
 from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes
 from stages.reproduce import data_size
@@ -337,10 +336,10 @@ class _Hours:
                 blocks = min(segment.anchors / (p.train_draft.batch_tokens or MOST_BATCH_TOKENS), 1)
                 seen = self.rows.length / 2 + segment.block_size  # keys of a row, on average
                 work = BlockWork(1, blocks, blocks * segment.num_drafts, blocks * segment.block_size * seen)
-                flop = BlockFlop.of_config(config, reads_target=bool(OBJECTIVES[segment.method].l1)).count(work)
+                flop = BlockFlop.of_config(config, reads_target=bool(segment.family.loss.l1)).count(work)
             else:
                 flop = compute_train_flop(manifest, self.draft, p.train_draft.ttt_steps)
-            share = TRAINING_SHARES.get(segment.method, TRAINING_SHARES["eagle3"])
+            share = TRAINING_SHARES.get(segment.method, TRAINING_SHARES[ROOT_FAMILY.name])
             second = flop / share + online / EXTRACTING_SHARES[p.extract_hiddens.compile]
             seconds = self._divide(segment.epochs * tokens * second / PEAK_FLOPS, p.train_draft.processes)
             of_target = f" and the target's {online / 1e9:.2f} GFLOP" if online else ""

@@ -94,7 +94,7 @@ def test_the_block_mask_equals_a_mask_by_hand() -> None:
         ({"method": "dflash3"}, "method is 'dflash3', expected one of dflash, dflash2, dspark"),
         ({"mask_token_id": 23}, "mask_token_id is 23, expected a row"),
         ({"feature_layers": (1, 3, 2)}, "strictly increasing"),
-        ({"markov_rank": 2}, "belong to dspark"),
+        ({"markov_rank": 2}, "expected none for dflash"),
         (METHOD_OPTIONS["dflash2"] | {"conv_group_size": 3}, "expected a divisor of the hidden size 16"),
     ],
 )

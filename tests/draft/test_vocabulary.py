@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.draft import eagle3_checkpoint
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 
 
 @given(st.lists(st.integers(0, 5), min_size=6, max_size=30), st.integers(2, 6))

@@ -346,7 +346,7 @@ class BlockDraft(RotaryModule):
 
     def select_drafting_slots(self, hidden: Tensor) -> Tensor:
         """Return the states [..., D, H] that predict drafts, of a block's hidden states [..., B, H]."""
-        return hidden[..., self.config.first_slot :, :]
+        return hidden[..., self.config.family.first_slot :, :]
 
     @property
     def is_conditional(self) -> bool:

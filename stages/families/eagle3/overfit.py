@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.draft import eagle3_checkpoint
 from stages.draft.eagle3 import Eagle3Draft
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.overfit_run import OverfitRun
 from stages.hidden_states.format import HiddenStatesRow
 from stages.params import schema

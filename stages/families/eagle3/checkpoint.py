@@ -6,6 +6,7 @@ and are not written; other layers are, in each engine's convention.
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch import Tensor
 
 from stages.draft import rotary
 from stages.draft.checkpoint import find_shape_problem, locate_checkpoint, read_draft, write_draft
-from stages.draft.eagle3_config import SIZE_KEYS, DraftConfig
+from stages.draft.config_types import check_types
+from stages.draft.eagle3 import SIZE_KEYS, DraftConfig
+from stages.draft.published_files import unify_rope_parameters
 from stages.params.section import ROOT_CHECKPOINT
+from stages.runtime import guarded_files
 from stages.target.feature_layers import (
     NUM_EAGLE3_FEATURES,
     default_eagle3_feature_layers,
@@ -30,6 +34,14 @@ NORM_OPTIONS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residua
 # vLLM loads a draft layer with q/k norms under this architecture. SGLang would silently drop the norms of a Llama draft;
 # it refuses this architecture, which it does not know.
 QK_NORM_CONFIG = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+OVERRIDING_SIZES = (
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+IGNORED_KEYS = {  # without effect on a draft
+    "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id",
+    "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
 
 
 def list_tensor_shapes(c: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -206,3 +218,36 @@ def compute_coverage(counts: Tensor, t2d: Tensor) -> float:
     """Return the fraction of the tokens counted in counts [V] that are in the draft vocabulary; 1.0 without tokens."""
     total = int(counts.sum())
     return int(counts[t2d].sum()) / total if total else 1.0
+
+
+def override_config(path: Path, inferred: DraftConfig, fixed: dict[str, Any]) -> DraftConfig:
+    """Return the inferred sizes and RoPE, overridden by the file of init_draft.draft_config_path; AngelSlim has the same option.
+
+    `fixed` is the config.json without it, with which the other keys must agree. Raises ValueError for a file that is missing or
+    broken, and for a key that is unknown, of a wrong type, or different from its fixed value.
+    """
+    try:
+        found: dict[str, Any] = guarded_files.read_json(path, "correct it, or null")
+        check_types(found)
+        for key in [key for key in found if key not in {*OVERRIDING_SIZES, *ROPE_KEYS, *IGNORED_KEYS}]:
+            if key not in fixed:
+                known = ", ".join(sorted({*OVERRIDING_SIZES, *ROPE_KEYS, *fixed}))
+                raise ValueError(f"{key} is {found[key]!r}, expected one of {known}: correct it, or leave the key out")
+            if found[key] != fixed[key]:
+                raise ValueError(
+                    f"{key} is {found[key]!r}, expected {fixed[key]!r}, the value of the target or params.yaml"
+                )
+        sizes = replace(inferred, **{key: found[key] for key in OVERRIDING_SIZES if found.get(key) is not None})
+        check_types(asdict(sizes))
+        rope = _override_rope(inferred.rope, {key: found[key] for key in ROPE_KEYS if key in found})
+        return replace(sizes, rope=rope)
+    except ValueError as error:
+        raise ValueError(f"params.yaml: init_draft.draft_config_path is {path}: {error}") from None
+
+
+def _override_rope(rope: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the RoPE keys of `overrides` in the spelling of transformers, completed by `rope`: its theta, or its scaling."""
+    if "rope_scaling" not in overrides and "rope_parameters" not in overrides:
+        return rope | {key: float(theta) for key, theta in overrides.items()}
+    has_theta = "rope_theta" in (overrides.get("rope_parameters") or {})
+    return unify_rope_parameters(({} if has_theta else {"rope_theta": rope["rope_theta"]}) | overrides)
