@@ -26,12 +26,11 @@ from stages.draft import checkpoint
 from stages.engine import forced_decode
 from stages.families import registry
 from stages.families.draft_decoding import build_drafter
-from stages.families.draft_files import LoadedDraft
 from stages.families.overfit_run import OverfitRun
 from stages.hidden_states import format, reader
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params import schema, stage_inputs
-from stages.params.families import ROOT_FAMILY, DraftFamily, find_family
+from stages.params.families import ROOT_FAMILY, DraftFamily
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic, scratch
 from stages.target import loading, manifest, vision
@@ -256,7 +255,7 @@ def _choose_row(
 
     It has the features that the draft reads. Where none are stored, the target computes them here.
     """
-    layers = run.feature_layers
+    layers = run.loaded.feature_layers
     layer_indices = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {name}")
     hidden_states = HiddenStatesReader(HIDDENS, layer_indices)
     by_length = sorted(range(len(hidden_states)), key=lambda i: hidden_states.lengths[i])
@@ -298,9 +297,8 @@ def _measure_engine_tau(
     trust = params.target.trust_remote_code
     try:
         model = loading.load_target(folder, params.target.dtype, params.target.device, trust)
-        module, config = run.build_engine_draft()
-        draft = LoadedDraft(find_family(config), module, config, run.feature_layers)
-        drafter = build_drafter(draft.freeze(params.target.device, model.dtype), model)
+        draft = run.build_engine_draft().freeze(params.target.device, model.dtype)
+        drafter = build_drafter(draft, model)
         engine = forced_decode.ForcedDecodingEngine(model, drafter, ids[row.prompt_length :])
         try:
             engine.slots.check_length(len(ids))

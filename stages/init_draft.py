@@ -57,8 +57,8 @@ def _write_report(name: str, draft: Eagle3Draft, counts: dict[str, torch.Tensor]
         "draft_vocab_size": config.draft_vocab_size,
         "target_vocab_size": config.vocab_size,
         "distinct_tokens_train": int((counts["train"] > 0).sum()),
-        "coverage_train": eagle3_checkpoint.compute_coverage(counts["train"], draft.t2d),
-        "coverage_eval": eagle3_checkpoint.compute_coverage(counts["eval"], draft.t2d),
+        "coverage_train": compute_coverage(counts["train"], draft.t2d),
+        "coverage_eval": compute_coverage(counts["eval"], draft.t2d),
         "draft_parameters": sum(x.numel() for x in draft.parameters()),
     }
     atomic.write_json(REPORTS_FOLDER / f"{name}.json", report)
@@ -78,8 +78,8 @@ def _build_fresh_draft(
 ) -> tuple[Eagle3Draft, list[int]]:
     """Return a draft with random weights and the vocabulary by counts [V], and its feature layers."""
     config = infer_config(params, target_manifest)
-    chosen = eagle3_checkpoint.choose_vocabulary(counts, config.draft_vocab_size, target_manifest.eos_token_ids)
-    d2t, t2d = eagle3_checkpoint.build_vocabulary_maps(chosen, target_manifest.vocab_size)
+    chosen = choose_vocabulary(counts, config.draft_vocab_size, target_manifest.eos_token_ids)
+    d2t, t2d = build_vocabulary_maps(chosen, target_manifest.vocab_size)
     torch.manual_seed(params.init_draft.seed)
     draft = Eagle3Draft(config)
     draft.d2t.copy_(d2t)
@@ -129,6 +129,30 @@ def choose_feature_layers(params: schema.Params, target_manifest: TargetManifest
     if not params.init_draft.makes_fresh_draft:
         return own_layers
     return params.init_draft.choose_feature_layers(target_manifest.feature_layers, own_layers)
+
+
+def choose_vocabulary(counts: torch.Tensor, size: int, always: list[int]) -> torch.Tensor:
+    """Return the ids [D] of the `size` most frequent tokens by counts [V] int64, ascending; `always` (end tokens) are included.
+
+    Ties go to the lower id, so equal counts give the same vocabulary on every machine.
+    """
+    priority = counts.clone()
+    priority[always] = counts.max() + 1
+    order = torch.sort(priority, descending=True, stable=True).indices
+    return order[:size].sort().values
+
+
+def build_vocabulary_maps(chosen: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return d2t [D] int64, offsets (target id - draft id), and t2d [V] bool of ascending ids `chosen` [D]."""
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[chosen] = True
+    return chosen - torch.arange(len(chosen)), t2d
+
+
+def compute_coverage(counts: torch.Tensor, t2d: torch.Tensor) -> float:
+    """Return the fraction of the tokens counted in counts [V] that are in the draft vocabulary; 1.0 without tokens."""
+    total = int(counts.sum())
+    return int(counts[t2d].sum()) / total if total else 1.0
 
 
 def _load_published_draft(params: schema.Params, target_manifest: TargetManifest) -> tuple[Eagle3Draft, list[int]]:

@@ -27,7 +27,8 @@ from stages.cells.cell import Cell
 from stages.data import readers, row_cleaning
 from stages.data.tables.table_schema import load_table_file
 from stages.draft import checkpoint
-from stages.families.block.config import build_block_config, find_block_draft_problem
+from stages.families.block.config import build_block_config
+from stages.families.block.files import find_block_draft_problem
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.eagle3 import files as eagle3_files
 from stages.hidden_states import reader, writer

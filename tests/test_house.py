@@ -49,7 +49,7 @@ ROOMS = {
     "stages/prompts stages/sampling": (1700, 1895),
     "stages/target": (2800, 3165),
     "stages/hidden_states": (1300,),
-    "stages/draft stages/families": (6000, 6213),
+    "stages/draft stages/families": (6000,),
     "stages/training": (1900, 2043),
     "stages/trees stages/replay": (1200,),
     "stages/engine": (3000,),

@@ -152,13 +152,6 @@ class Eagle3Draft(RotaryModule):
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
 
-    @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> "Eagle3Draft":
-        """Build a draft from a checkpoint's config.json and tensors."""
-        draft = cls(DraftConfig.from_json(config))
-        draft.load_state_dict(tensors)
-        return draft
-
     def fuse_features(self, features: Tensor) -> Tensor:
         """Fuse the target's features [..., 3H] into [..., H]."""
         if self.config.norm_before_fc:

@@ -40,9 +40,15 @@ class DraftFiles(ABC):
     def __init__(self, facts: DraftFamily):
         self.facts = facts
 
-    @abstractmethod
     def find_problem(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
         """Describe missing keys, wrong names or shapes of a draft, or return an empty string."""
+        try:
+            expected = checkpoint.list_shapes(lambda: self.build_module(config, torch.empty(0), 1.0))
+        except KeyError as error:
+            return f"config.json lacks {error}"
+        except (ValueError, RuntimeError) as error:  # of sizes whose product is beyond any memory
+            return str(error)
+        return checkpoint.find_shape_problem(tensors, expected)
 
     @abstractmethod
     def build_module(self, config: dict[str, Any], head: Tensor, logits_scale: float) -> nn.Module:

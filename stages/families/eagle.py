@@ -29,7 +29,7 @@ from stages.draft.eagle3 import (
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput, compute_rope_positions
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.families import ranked_drafts
-from stages.families.draft_files import LoadedDraft
+from stages.families.draft_files import DraftFiles, LoadedDraft
 from stages.families.ranked_drafts import build_static_tree
 from stages.families.static_tree import StaticTree
 from stages.params.draft_sections import TrainDraft
@@ -168,11 +168,9 @@ class EagleDrafter(Drafter):
         self.rank_accuracy, self.tree_scoring = rank_accuracy, tree_scoring
 
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> "EagleMethod":
-        tree = (
-            shape
-            if shape.letter == "t"
-            else build_static_tree(shape, self.rank_accuracy, "EAGLE", self.embedding.device)
-        )
+        tree: StaticTree | TreeShape = shape
+        if shape.letter == "s":
+            tree = build_static_tree(shape, self.rank_accuracy, "EAGLE", self.embedding.device)
         return EagleMethod(self.eagle, self.embedding, tree, self.tree_scoring)
 
 
@@ -281,27 +279,11 @@ def _grow_static_tree(
     return static.with_tokens(torch.cat(tokens))
 
 
-class Files(ranked_drafts.RankedFiles):
+class Files(DraftFiles):
     """Eagle's files."""
 
     def describe(self, config: dict[str, Any]) -> DraftKind:
         return DraftKind(self.facts, len(config["rank_accuracy"]))
-
-    def list_shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        h, m = config["hidden_size"], config["intermediate_size"]
-        q, kv = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
-        return {
-            "fc.weight": (h, 2 * h),
-            "fc.bias": (h,),
-            "midlayer.self_attn.q_proj.weight": (q, h),
-            "midlayer.self_attn.k_proj.weight": (kv, h),
-            "midlayer.self_attn.v_proj.weight": (kv, h),
-            "midlayer.self_attn.o_proj.weight": (h, q),
-            "midlayer.post_attention_layernorm.weight": (h,),
-            "midlayer.mlp.gate_proj.weight": (m, h),
-            "midlayer.mlp.up_proj.weight": (m, h),
-            "midlayer.mlp.down_proj.weight": (h, m),
-        }
 
     def build_module(self, config: dict[str, Any], head: Tensor, logits_scale: float) -> nn.Module:
         return EagleDraft(DraftConfig.from_json(config), head, logits_scale)
@@ -323,10 +305,6 @@ class Training(ranked_drafts.RankedTraining):
         self, config: dict[str, Any], head: Tensor, root: dict[str, Tensor], seed: int, scale: float
     ) -> nn.Module:
         return EagleDraft.initialise(DraftConfig.from_json(config), head, seed, scale)
-
-    def count_measured_steps(self, config: dict[str, Any], ttt_steps: int) -> int:
-        """Return the steps that EAGLE-3 trains."""
-        return ttt_steps
 
     def build_objective(
         self, draft: LoadedDraft, segment: Segment, settings: TrainDraft, logits_scale: float

@@ -114,9 +114,6 @@ class HostDrafter(Drafter):
 class HostFiles(DraftFiles):
     """The files of a family without weights: a config.json that names it."""
 
-    def find_problem(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-        return ""
-
     def build_module(self, config: dict[str, Any], head: Tensor, logits_scale: float) -> nn.Module:
         return nn.Module()
 

@@ -5,11 +5,13 @@ Letters: T tokens of a row, H hidden, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stages.families.draft_files import LoadedDraft
 from stages.hidden_states.format import HiddenStatesRow
 from stages.trees import accept_length
 
@@ -17,12 +19,14 @@ from stages.trees import accept_length
 class OverfitRun(ABC):
     """A fresh draft that is trained on one row, which it must overfit; its weights change."""
 
-    draft: nn.Module
-    feature_layers: list[int]  # of the target, that the draft reads
     num_steps: int  # drafts of a chain
     is_compiled = False  # on a GPU; so few steps end before
     learns_own_tokens = False  # the row's own; else what the target is most likely to answer
     vocabulary: Tensor | None = None  # [V] bool, the tokens that the draft can write; None: all
+
+    def __init__(self, loaded: LoadedDraft, device: str):
+        self.loaded, self.device = loaded, device
+        self.draft: Any = loaded.module.to(device)
 
     @torch.no_grad()
     def compute_perfect_tau(self, row: HiddenStatesRow, head: Tensor) -> float:
@@ -58,6 +62,8 @@ class OverfitRun(ABC):
     def count_accepted(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Sequence[int]:
         """Return the accepted drafts of a chain from each position of the answer, in order, by the trainer's forward."""
 
-    @abstractmethod
-    def build_engine_draft(self) -> tuple[nn.Module, dict[str, Any]]:
-        """Return the draft as a benchmark loads it, on the CPU in float32, and its config.json."""
+    def build_engine_draft(self) -> LoadedDraft:
+        """Return the draft as a benchmark loads it, on the CPU in float32."""
+        module = type(self.draft)(self.draft.config)
+        module.load_state_dict(self.draft.state_dict())
+        return replace(self.loaded, module=module)

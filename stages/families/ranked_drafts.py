@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.draft import checkpoint
 from stages.draft.eagle3 import DraftConfig
 from stages.families.draft_files import DraftFiles, LoadedDraft
 from stages.families.draft_training import DraftTraining
@@ -35,25 +34,10 @@ MAX_MEASURED_RANKS = 10  # guesses of a step whose accuracy is measured, as in M
 MAX_MEASURED_PACKS = 64
 
 
-class RankedFiles(DraftFiles):
-    """The files of a family with static trees."""
-
-    @abstractmethod
-    def list_shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor by name."""
-
-    def find_problem(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-        try:
-            expected = self.list_shapes(config)
-        except KeyError as error:
-            return f"config.json lacks {error}"
-        return checkpoint.find_shape_problem(tensors, expected)
-
-
 class RankedTraining(DraftTraining):
     """The training of such a family."""
 
-    files: type[RankedFiles]
+    files: type[DraftFiles]
     # (draft, pack, embedding, head, steps, count) -> each step's `count` likeliest ids [P_k, count], given the row's own tokens
     predict_top_tokens: Callable[[Any, ttt.TrainingPack, Tensor, Tensor, int, int], list[Tensor]]
 
@@ -66,10 +50,6 @@ class RankedTraining(DraftTraining):
         self, config: dict[str, Any], head: Tensor, root: dict[str, Tensor], seed: int, scale: float
     ) -> nn.Module:
         """Return an untrained draft; `root` are the tensors of e000."""
-
-    @abstractmethod
-    def count_measured_steps(self, config: dict[str, Any], ttt_steps: int) -> int:
-        """Return how many steps of guesses can be measured."""
 
     def initialise(self, name: str, params: schema.Params, target: TargetManifest, head: Tensor) -> LoadedDraft:
         """The sizes and the vocabulary are those of e000."""
@@ -84,7 +64,7 @@ class RankedTraining(DraftTraining):
     ) -> dict[str, Any]:
         """Measure on one process how often each rank of each step is the row's own token."""
         settings, device = trainer.settings, trainer.ranks.device
-        num_steps = self.count_measured_steps(draft.config, settings.ttt_steps)
+        num_steps = draft.config.get("heads", settings.ttt_steps)  # of an EAGLE, the steps that EAGLE-3 trains
         embedding, head = trainer.training_step.tables
         module = self.files(self.facts).build_module(draft.config, head, 1.0)  # a scale moves no rank
         module.load_state_dict(weights)

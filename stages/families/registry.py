@@ -60,32 +60,24 @@ class Family:
 
 
 def _list_families() -> list[Family]:
-    eagle3, f = families.EAGLE3, families
+    f = families
     return [
         Family(
-            eagle3,
-            eagle3_files.Files(eagle3),
-            eagle3_decoding.build_drafter,
-            eagle3_training.Training(eagle3),
-            eagle3_overfit.build_overfit,
-            eagle3_replay.build_replay,
+            f.EAGLE3, eagle3_files.Files(f.EAGLE3), eagle3_decoding.build_drafter, eagle3_training.Training(f.EAGLE3),
+            eagle3_overfit.build_overfit, eagle3_replay.build_replay,
         ),
         *(
             Family(
-                block,
-                block_files.Files(block),
-                block_decoding.build_drafter,
-                block_training.Training(block),
-                block_overfit.build_overfit,
-                block_replay.build_replay,
+                block, block_files.Files(block), block_decoding.build_drafter, block_training.Training(block),
+                block_overfit.build_overfit, block_replay.build_replay,
             )
-            for block in families.BLOCKS.values()
+            for block in f.BLOCKS.values()
         ),
         Family(f.EAGLE, eagle.Files(f.EAGLE), eagle.build_drafter, eagle.Training(f.EAGLE)),
         Family(f.MEDUSA, medusa.Files(f.MEDUSA), medusa.build_drafter, medusa.Training(f.MEDUSA)),
         Family(f.NGRAM, host_proposer.HostFiles(f.NGRAM), ngram.build_drafter),
         Family(f.LOOKAHEAD, host_proposer.HostFiles(f.LOOKAHEAD), lookahead.build_drafter),
-    ]
+    ]  # fmt: skip
 
 
 FAMILIES = {family.facts.name: family for family in _list_families()}

@@ -21,7 +21,7 @@ import torch
 from stages import init_draft
 from stages.draft.eagle3 import DraftConfig
 from stages.families.block import training as block_training_start
-from stages.families.block.config import list_block_tensor_shapes
+from stages.families.block.files import list_block_tensor_shapes
 from stages.families.block.model import BlockDraftConfig
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.hidden_states import format

@@ -26,7 +26,7 @@ def assign_frequency_axes(rope: dict[str, Any], head_dim: int) -> Tensor | None:
             f'{{"head_dim": {2 * sum(section)}}}'
         )
     if not rope.get("mrope_interleaved", False):
-        return torch.arange(3).repeat_interleave(torch.tensor(section))
+        return torch.arange(3, device="cpu").repeat_interleave(torch.tensor(section, device="cpu"))
     found = torch.zeros(head_dim // 2, dtype=torch.int64)
     for axis in (1, 2):
         found[axis : 3 * section[axis] : 3] = axis

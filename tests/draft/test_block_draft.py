@@ -64,9 +64,9 @@ def test_cached_blocks_equal_slow_ones(method: str) -> None:
     draft, embedding, head = random_block_draft(4, **METHOD_OPTIONS[method])
     ids, features = make_documents(5)
     prompts, anchors = (3, 2, 4), (5, 5, 10)
-    cache = BlockContext.allocate(draft.config, 3, 16, embedding)
-    for tensor in (*cache.keys, *cache.values):
-        tensor.normal_(generator=torch.Generator().manual_seed(6))
+    c, generator = draft.config, torch.Generator().manual_seed(6)
+    shape = c.num_hidden_layers, 3, 16, c.num_key_value_heads, c.head_dim
+    cache = BlockContext(*(torch.randn(shape, dtype=embedding.dtype, generator=generator).unbind() for _ in "kv"))
     for request, (prompt, anchor) in enumerate(zip(prompts, anchors, strict=True)):
         request_cache = BlockContext(*(tuple(x[request : request + 1] for x in side) for side in cache))
         for start, stop in ((0, prompt), (prompt, anchor)):  # a view of the cache: written in place

@@ -20,10 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from stages.draft import rotary
-from stages.draft.checkpoint import find_shape_problem
 from stages.draft.config_types import check_types
 from stages.params.families import BLOCKS, BlockFamily, find_family
 from stages.target import feature_layers
@@ -263,51 +259,3 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
             f"target's last layer (in config.json target_layer_ids end with {last})"
         )
     return parsed
-
-
-def list_block_tensor_shapes(c: BlockDraftConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a block draft, by name; embedding and head are the target's and not written."""
-    h, m, e, r = c.hidden_size, c.intermediate_size, c.head_dim, c.markov_rank
-    q, kv = e * c.num_attention_heads, e * c.num_key_value_heads
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (h,),
-        "post_attention_layernorm": (h,),
-        "self_attn.q_proj": (q, h),
-        "self_attn.k_proj": (kv, h),
-        "self_attn.v_proj": (kv, h),
-        "self_attn.o_proj": (h, q),
-        "self_attn.q_norm": (e,),
-        "self_attn.k_norm": (e,),
-        "mlp.gate_proj": (m, h),
-        "mlp.up_proj": (m, h),
-        "mlp.down_proj": (h, m),
-    }
-    if c.conv_kernel_size:
-        taps = c.conv_kernel_size
-        for name in ("attention_conv", "mlp_conv"):
-            kernels = 2 * taps * h // c.conv_group_size
-            layer |= {f"{name}.base_kernel": (2, taps, h), f"{name}.kernel_projection": (kernels, h)}
-    shapes = {"fc.weight": (h, len(c.feature_layers) * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
-    for i in range(c.num_hidden_layers):
-        names = {name: name if name.endswith("base_kernel") else f"{name}.weight" for name in layer}
-        shapes |= {f"layers.{i}.{names[name]}": shape for name, shape in layer.items()}
-    if c.selector_rank:
-        codebook = c.vocab_size, c.selector_rank
-        shapes |= {f"candidate_selector.{side}_codebook": codebook for side in ("predecessor", "successor")}
-        shapes["candidate_selector.hidden_projection.weight"] = (c.selector_rank, h)
-    if r:
-        shapes |= {f"markov_head.markov_w{i}.weight": (c.vocab_size, r) for i in (1, 2)}
-    if c.confidence_head:
-        num_inputs = h + (r if c.confidence_head_with_markov else 0)
-        shapes |= {"confidence_head.proj.weight": (1, num_inputs), "confidence_head.proj.bias": (1,)}
-    return shapes
-
-
-def find_block_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Describe wrong keys, names or shapes of a block draft, or return an empty string."""
-    try:
-        parsed = parse_block_config(config)
-        rotary.check_rope(parsed.rope, parsed.head_dim)
-    except ValueError as error:
-        return str(error)
-    return find_shape_problem(tensors, list_block_tensor_shapes(parsed))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.draft import published_files
+from stages.draft import checkpoint, published_files, rotary
 from stages.draft.published_files import BLOCK_SECTIONS, PublishedDraft, ReadEmbeddingAndHead
 from stages.families.block import mask_token
 from stages.families.block.config import (
@@ -28,7 +28,6 @@ from stages.families.block.config import (
     BlockDraftConfig,
     Sight,
     build_block_config,
-    find_block_draft_problem,
     parse_block_config,
     read_sights,
 )
@@ -48,10 +47,6 @@ MODEL_TYPES = ("qwen3", "dspark", "speculator_model")  # DSpark's own in SpecFor
 FIRST_SLOT_KEYS = ("sample_from_anchor", "shift_label", "query_zero_predicts_next")  # three names of one choice
 TENSOR_RENAMES = ((r"^model\.", ""), (r"^logit_head\.", ""), (r"_codebook\.weight$", "_codebook"))
 MARKOV_TENSORS = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
-COPIES = {  # of the target's embedding and head
-    "embed_tokens.weight": "embedding, as in SGLang; vLLM would take it",
-    "lm_head.weight": "head, as in SGLang; vLLM would take it",
-}
 CONFIDENCE_TENSOR = "confidence_head.proj.weight"
 # The only supported value of each key, at the top or in a section; an absent key has this value.
 REQUIRED_VALUES: dict[str, Any] = {
@@ -66,6 +61,21 @@ REQUIRED_SIZES = (
 )  # fmt: skip
 # Defaults of transformers' Qwen3Config, which all projects use.
 DEFAULT_SIZES = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+
+
+def list_block_tensor_shapes(c: BlockDraftConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a block draft, by name; embedding and head are the target's and not written."""
+    return checkpoint.list_shapes(lambda: BlockDraft(c))
+
+
+def find_block_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """Describe wrong keys, names or shapes of a block draft, or return an empty string."""
+    try:
+        parsed = parse_block_config(config)
+        rotary.check_rope(parsed.rope, parsed.head_dim)
+        return checkpoint.find_shape_problem(tensors, list_block_tensor_shapes(parsed))
+    except (ValueError, RuntimeError) as error:  # of sizes whose product is beyond any memory
+        return str(error)
 
 
 class Files(DraftFiles):
@@ -117,7 +127,12 @@ def read_published_block_draft(
     notes: list[str] = []
     method = _read_method(keys, notes)
     _check_values(keys)
-    _check_sizes(folder, raw, target)
+    published_files.check_sizes(folder, raw, REQUIRED_SIZES, target)
+    if raw.get("draft_vocab_size") not in (None, raw["vocab_size"]):
+        raise ValueError(
+            f"{folder}/config.json: draft_vocab_size is {raw['draft_vocab_size']}, expected the target's {raw['vocab_size']}: "
+            "a block draft shares the target's head; choose one of the whole vocabulary"
+        )
     with published_files.name_config(folder):
         rope = published_files.unify_rope_parameters(raw) | ({} if rope_theta is None else {"rope_theta": rope_theta})
     mask, block_size = (keys.require_count(key) for key in ("mask_token_id", "block_size"))
@@ -125,7 +140,11 @@ def read_published_block_draft(
     with published_files.name_config(folder):
         notes += filter(None, [mask_token.check_published_mask_token(mask, tokenizer, target)])
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
-    _drop_copies(tensors, read_embedding_and_head, notes)
+    published_files.drop_copies(tensors, published_files.TABLES, read_embedding_and_head, notes)
+    if "t2d" in tensors and bool((tensors["t2d"] != 0).all()):  # maps of the whole vocabulary
+        del tensors["t2d"]
+    if "d2t" in tensors and not bool(tensors["d2t"].any()):
+        del tensors["d2t"]
     own_sizes = {key: keys.require_count(key) for key in BLOCKS[method].own_sizes}
     if "markov_rank" in own_sizes:
         own_sizes["markov_rank"] = _unify_markov_head(keys, own_sizes["markov_rank"], tensors, notes)
@@ -146,7 +165,7 @@ def read_published_block_draft(
         sights=sights,
         **own_sizes,
     )
-    dtype = str(published_files.unify_dtype(folder, tensors)).removeprefix("torch.")
+    dtype = published_files.unify_dtype(folder, tensors)
     with published_files.name_config(folder):
         config = build_block_config(parsed, target.num_layers, dtype)
     if problem := find_block_draft_problem(config, tensors):
@@ -154,18 +173,6 @@ def read_published_block_draft(
             f"{folder}, by config.json, is no {method} draft that we can run: {problem}; get the draft again, or choose another"
         )
     return PublishedDraft(config, tensors, {"method": method, "block_size": block_size}, notes)
-
-
-def _check_sizes(folder: Path, raw: dict[str, Any], target: TargetManifest) -> None:
-    """Raise ValueError where config.json lacks a size, or one does not fit the target, its vocabulary included."""
-    if missing := [key for key in REQUIRED_SIZES if raw.get(key) is None]:
-        raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of a block draft")
-    published_files.check_target_sizes(folder, raw, target)
-    if raw.get("draft_vocab_size") not in (None, raw["vocab_size"]):
-        raise ValueError(
-            f"{folder}/config.json: draft_vocab_size is {raw['draft_vocab_size']}, expected the target's {raw['vocab_size']}: "
-            "a block draft shares the target's head; choose one of the whole vocabulary"
-        )
 
 
 # config.json
@@ -243,14 +250,9 @@ def _read_method(keys: _BlockKeys, notes: list[str]) -> str:
 
 def _check_values(keys: _BlockKeys) -> None:
     """Raise ValueError where a key of REQUIRED_VALUES has another value, and for layers that are not Qwen3's."""
-    raw = keys.raw
-    for key, required in REQUIRED_VALUES.items():
-        for path, found in keys.find(key).items():
-            if found != required:
-                raise ValueError(
-                    f"{keys.folder}/config.json: {path} is {found!r}, expected {required!r}: it is another model; choose another "
-                    "draft"
-                )
+    raw, required = keys.raw, REQUIRED_VALUES.items()
+    values = ((path, found, value) for key, value in required for path, found in keys.find(key).items())
+    published_files.check_values(keys.folder, values)
     model_type = raw.get("model_type", MODEL_TYPES[0])
     if model_type not in MODEL_TYPES and not raw.get("speculators_model_type"):
         raise ValueError(
@@ -315,18 +317,6 @@ def _read_feature_layers(keys: _BlockKeys, target: TargetManifest) -> list[int]:
 
 
 # Tensors
-
-
-def _drop_copies(tensors: dict[str, Tensor], read_embedding_and_head: ReadEmbeddingAndHead, notes: list[str]) -> None:
-    """Drop copies of the target's embedding and head, with a note where they differ, and maps of the whole vocabulary."""
-    if any(name in tensors for name in COPIES):
-        for (name, table), target in zip(COPIES.items(), read_embedding_and_head(), strict=True):
-            if name in tensors:
-                published_files.drop_copy(tensors, name, table, target, notes)
-    if "t2d" in tensors and bool((tensors["t2d"] != 0).all()):
-        del tensors["t2d"]
-    if "d2t" in tensors and not bool(tensors["d2t"].any()):
-        del tensors["d2t"]
 
 
 def _unify_markov_head(keys: _BlockKeys, rank: int, tensors: dict[str, Tensor], notes: list[str]) -> int:

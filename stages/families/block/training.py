@@ -25,9 +25,6 @@ from stages.training.packed_rows import PackObjective
 from stages.training.trainer import ComputeLoss
 
 INITIAL_STD = 0.02  # transformers' initializer_range, of SpecForge and DeepSpec too
-SHARED_KEYS = (  # sizes of e000 that a block draft's layers take over
-    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
-)  # fmt: skip
 
 
 def choose_sizes(
@@ -37,7 +34,7 @@ def choose_sizes(
     stored = target.feature_layers, target.num_layers
     own_sizes: dict[str, Any] = {key: getattr(segment, key) for key in segment.family.own_sizes}
     return BlockDraftConfig(
-        **{key: getattr(root, key) for key in SHARED_KEYS},
+        **{key: getattr(root, key) for key in eagle3_checkpoint.LAYER_SIZES},
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         num_hidden_layers=segment.layers,

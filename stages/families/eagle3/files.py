@@ -87,12 +87,14 @@ def read_published_draft(
             f"{folder}/config.json: architectures is {raw.get('architectures')}, a block draft, expected an EAGLE-3 draft, from "
             "which training can start; name it in import_draft.checkpoints"
         )
-    _check_architecture(folder, raw)
+    eagle = raw.get("eagle_config") or {}
+    stated = {**raw, **{f"eagle_config.{key}": value for key, value in eagle.items()}}
+    published_files.check_values(folder, ((key, stated.get(key), value) for key, value in REQUIRED_VALUES.items()))
+    published_files.check_sizes(folder, raw, REQUIRED_SIZES, target)
     notes: list[str] = []
-    sizes, options = _read_sizes(folder, raw), _read_options(raw, notes)
+    sizes, options = _read_sizes(raw), _read_options(raw, notes)
     with published_files.name_config(folder):
         rope = published_files.unify_rope_parameters(raw)
-    published_files.check_target_sizes(folder, raw, target)
     layers = _read_feature_layers(folder, raw, target)
     if "angelslim" in f"{name} {folder}".lower() and rope["rope_theta"] != 10_000 and rope_theta is None:
         notes.append(
@@ -104,15 +106,13 @@ def read_published_draft(
     draft = DraftConfig(**sizes, **options, rope=rope)
     published_files.note_few_positions(draft.max_position_embeddings, target, notes)
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
-    if "embed_tokens.weight" in tensors:
-        explanation = "embedding, as in SGLang; vLLM would take it"
-        published_files.drop_copy(tensors, "embed_tokens.weight", explanation, read_embedding_and_head()[0], notes)
+    published_files.drop_copies(tensors, ["embed_tokens.weight"], read_embedding_and_head, notes)
     _fill_head(folder, raw, draft, tensors, read_embedding_and_head, notes)
     _fill_vocabulary_maps(folder, draft, tensors)
     options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
     dtype = published_files.unify_dtype(folder, tensors)
     draft, ids = replace(draft, qk_norm=options["qk_norm"]), (layers, target.num_layers, target.eos_token_ids)
-    config = eagle3_checkpoint.build_eagle3_config(draft, *ids, str(dtype).removeprefix("torch."), [*sizes])
+    config = eagle3_checkpoint.build_eagle3_config(draft, *ids, dtype, [*sizes])
     if problem := eagle3_checkpoint.find_draft_problem(config, tensors):
         raise ValueError(
             f"{folder}, by config.json, is no EAGLE-3 draft that we can run: {problem}. Expected one layer that reads "
@@ -124,23 +124,8 @@ def read_published_draft(
 # config.json
 
 
-def _check_architecture(folder: Path, raw: dict[str, Any]) -> None:
-    """Raise ValueError where a key of REQUIRED_VALUES has another value."""
-    eagle = raw.get("eagle_config") or {}
-    for key, required in REQUIRED_VALUES.items():
-        section, _, leaf = key.rpartition(".")
-        found = (eagle if section else raw).get(leaf, required)
-        if found is not None and found != required:
-            raise ValueError(
-                f"{folder}/config.json: {key} is {found!r}, expected {required!r}: we run EAGLE-3 drafts of one plain layer, "
-                "and this is another architecture; choose another draft"
-            )
-
-
-def _read_sizes(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+def _read_sizes(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes of the layer (SIZE_KEYS), in the order of imported drafts: another would change the files of old ones."""
-    if missing := [key for key in REQUIRED_SIZES if raw.get(key) is None]:
-        raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of an EAGLE-3 draft")
     heads = raw["num_attention_heads"]
     return {
         **{key: raw[key] for key in REQUIRED_SIZES},
