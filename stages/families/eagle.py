@@ -138,9 +138,8 @@ def compute_loss(
     if not pack.chunks:
         return packed_rows.compute_zero_loss(eagle, pack, 1)
     (states,) = unroll_states(eagle, pack, embedding, 1)
-    share = 1 / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(
-        min=1
-    )  # [1]
+    # [1]
+    share = 1 / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(min=1)
     all_ids = torch.zeros(len(head), dtype=torch.int64, device=head.device)
     output_head = chunked_loss.OutputHead(eagle.normalise_output, head, all_ids, torch.ones_like(all_ids).bool())
     given = output_head, [states], pack, head, CROSS_ENTROPY_WEIGHT * share, objective.loss, objective.logits_scale

@@ -68,9 +68,8 @@ class Eagle3Drafter(Drafter):
         """Read a prompt but for its last row, which the first cycle reads."""
         assert prefill.features is not None
         features, count = prefill.features, len(prefill.features)  # [T, 3H]
-        positions = self.draft.get_rope_positions(
-            slot.positions[None, :count], prefill.positions
-        )  # [1, T] or [1, T, 3]
+        # [1, T] or [1, T, 3]
+        positions = self.draft.get_rope_positions(slot.positions[None, :count], prefill.positions)
         state.features[0, 0], state.rope_positions[0, 0] = features[-1], positions[0, -1]
         if count > 1:
             rows = slot.positions[None, : count - 1]
