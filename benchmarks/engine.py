@@ -29,8 +29,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from stages.draft.eagle3 import Eagle3Draft
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, time_graph_replay
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep

@@ -35,13 +35,13 @@ from benchmarks.engine import go_on_after_failure
 from benchmarks.extraction import FLOP as TARGET_FLOP
 from benchmarks.random_target import build_config, build_model
 from benchmarks.training_blocks import BLOCK_SIZES, FEATURE_LAYERS, CountedObjective, build_block_draft, describe_work
-from stages.draft.eagle3 import Eagle3Draft
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.families.block import objective as block_training
 from stages.families.eagle3.training import MOST_SMALL_TOKENS
 from stages.hidden_states import format, writer
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
+from stages.params.families import BLOCKS
 from stages.runtime import distributed
 from stages.target.feature_target import FeatureTarget
 from stages.training import ttt
@@ -224,7 +224,7 @@ def start(args: argparse.Namespace, group: distributed.RankContext) -> TimedTrai
         objective = replace(objective, small_packs=args.graphs and args.batch_tokens <= MOST_SMALL_TOKENS)
         learn: Any = ttt.compute_loss
     else:
-        loss = block_training.OBJECTIVES[args.method]
+        loss = BLOCKS[args.method].loss
         objective = CountedObjective(draft.config.num_drafts, args.anchors, settings.seed, loss)
         learn = block_training.compute_loss
     return TimedTrainer(draft, tables[0], tables[1], objective, learn, settings, group, TrainingProgress({}))

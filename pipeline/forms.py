@@ -76,7 +76,7 @@ def _build_segments(epochs: list[int], params: Params, found: dict[str, dict[str
     pairs = zip([ROOT_CHECKPOINT, *names], names, [0, *epochs], epochs, strict=False)
     segments = {name: {"from": start, "epochs": last - first} for start, name, first, last in pairs}
     others = {
-        name: s.model_dump(by_alias=True) for name, s in params.train_draft.checkpoints.items() if s.method != "eagle3"
+        name: s.model_dump(by_alias=True) for name, s in params.train_draft.checkpoints.items() if not s.family.has_root
     }
     found.setdefault("train_draft", {})["checkpoints"] = {**segments, **others}
     found.setdefault("init_draft", {})["checkpoints"] = [ROOT_CHECKPOINT]

@@ -24,13 +24,13 @@ from tqdm import trange
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.engine import forced_decode
+from stages.families import registry
 from stages.families.draft_decoding import build_drafter
-from stages.families.family import LoadedDraft
-from stages.families.overfit_run import OverfitRun, build_overfit
+from stages.families.overfit_run import OverfitRun
 from stages.hidden_states import format, reader
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params import schema, stage_inputs
-from stages.params.families import EAGLE3, find_family
+from stages.params.families import ROOT_FAMILY, DraftFamily
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic, scratch
 from stages.target import loading, manifest, vision
@@ -104,16 +104,21 @@ def _locate_measurement(params: schema.Params, name: str = ROOT_CHECKPOINT) -> P
         trained = [segment, training.seed, training.grad_clip]
     inputs = [manifest.TARGET_FOLDER, checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", SAMPLED]
     digests = [reader.digest_folder(HIDDENS), *map(scratch.digest_folder, inputs)]
-    family = EAGLE3 if name == ROOT_CHECKPOINT else training.checkpoints[name].family
-    modules = stage_inputs.list_family_modules("check_overfit", [family])
+    modules = stage_inputs.list_family_modules("check_overfit", [_get_family(params, name)])
     return scratch.locate_scratch(
         f"check_overfit-{name}", params.target.model_dump(), settings, trained, digests, modules=modules
     )
 
 
+def _get_family(params: schema.Params, name: str) -> DraftFamily:
+    return ROOT_FAMILY if name == ROOT_CHECKPOINT else params.train_draft.checkpoints[name].family
+
+
 def _learn_row(params: schema.Params, name: str) -> OverfitMeasurement:
     """Train a fresh draft on one row, then decode that row's answer with it."""
     target_manifest, device = manifest.read_manifest(), params.target.device
+    build_overfit = registry.get(_get_family(params, name)).build_overfit
+    assert build_overfit is not None, name
     run = build_overfit(name, params, target_manifest, device)
     embedding, head = (t.to(device) for t in manifest.read_embedding_and_head(target_manifest))
     row, perfect_tau = _choose_row(params, target_manifest, run, name, head)
@@ -250,7 +255,7 @@ def _choose_row(
 
     It has the features that the draft reads. Where none are stored, the target computes them here.
     """
-    layers = run.feature_layers
+    layers = run.loaded.feature_layers
     layer_indices = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {name}")
     hidden_states = HiddenStatesReader(HIDDENS, layer_indices)
     by_length = sorted(range(len(hidden_states)), key=lambda i: hidden_states.lengths[i])
@@ -292,9 +297,8 @@ def _measure_engine_tau(
     trust = params.target.trust_remote_code
     try:
         model = loading.load_target(folder, params.target.dtype, params.target.device, trust)
-        module, config = run.build_engine_draft()
-        draft = LoadedDraft(find_family(config), module, config, run.feature_layers)
-        drafter = build_drafter(draft.freeze(params.target.device, model.dtype), model)
+        draft = run.build_engine_draft().freeze(params.target.device, model.dtype)
+        drafter = build_drafter(draft, model)
         engine = forced_decode.ForcedDecodingEngine(model, drafter, ids[row.prompt_length :])
         try:
             engine.slots.check_length(len(ids))

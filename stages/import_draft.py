@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stages.draft import checkpoint, published_files
 from stages.draft.published_files import PublishedDraft
-from stages.families.family import get_files
+from stages.families import registry
 from stages.params import stage_inputs
 from stages.params.families import DraftFamily, find_family
 from stages.params.section import get_named
@@ -38,11 +38,11 @@ def main(name: str) -> None:
     if item.builtin:
         published, commit = PublishedDraft({}, {}, {}, []), None
         imported = ImportedDraft(item.builtin.name, None, 0, target_manifest.vocab_size)
-        get_files(item.builtin).write(folder, {"method": item.builtin.name}, {})
+        registry.get(item.builtin).files.write(folder, {"method": item.builtin.name}, {})
     else:
         source, commit = published_files.fetch_draft(item.model, item.revision)
-        reader = get_files(published_files.find_published_family(published_files.read_flat_config(source)))
-        published = reader.read_published(source, item, params, target_manifest)
+        family = published_files.find_published_family(published_files.read_flat_config(source))
+        published = registry.get(family).files.read_published(source, item, params, target_manifest)
         imported = _write_draft(folder, find_family(published.config), published)
     report = {
         "checkpoint": name,
@@ -63,7 +63,7 @@ def main(name: str) -> None:
 
 def _write_draft(folder: Path, family: DraftFamily, published: PublishedDraft) -> ImportedDraft:
     """Write a published draft. Its buffers, as the maps of its vocabulary, are no parameters."""
-    files, config = get_files(family), published.config
+    files, config = registry.get(family).files, published.config
     files.write(folder, config, published.tensors)
     num_parameters = sum(tensor.numel() for tensor in published.tensors.values() if tensor.is_floating_point())
     vocabulary = config.get("draft_vocab_size", config["vocab_size"])

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from stages.draft import checkpoint, config_override, eagle3_checkpoint, published_eagle3_formats, published_files
-from stages.draft.eagle3 import Eagle3Draft
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft import checkpoint, published_files
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
+from stages.families.eagle3 import files as eagle3_files
 from stages.hidden_states import format, reader
 from stages.params import schema, stage_inputs
 from stages.params.draft_sections import LEAST_COVERAGE
@@ -56,8 +57,8 @@ def _write_report(name: str, draft: Eagle3Draft, counts: dict[str, torch.Tensor]
         "draft_vocab_size": config.draft_vocab_size,
         "target_vocab_size": config.vocab_size,
         "distinct_tokens_train": int((counts["train"] > 0).sum()),
-        "coverage_train": eagle3_checkpoint.compute_coverage(counts["train"], draft.t2d),
-        "coverage_eval": eagle3_checkpoint.compute_coverage(counts["eval"], draft.t2d),
+        "coverage_train": compute_coverage(counts["train"], draft.t2d),
+        "coverage_eval": compute_coverage(counts["eval"], draft.t2d),
         "draft_parameters": sum(x.numel() for x in draft.parameters()),
     }
     atomic.write_json(REPORTS_FOLDER / f"{name}.json", report)
@@ -77,8 +78,8 @@ def _build_fresh_draft(
 ) -> tuple[Eagle3Draft, list[int]]:
     """Return a draft with random weights and the vocabulary by counts [V], and its feature layers."""
     config = infer_config(params, target_manifest)
-    chosen = eagle3_checkpoint.choose_vocabulary(counts, config.draft_vocab_size, target_manifest.eos_token_ids)
-    d2t, t2d = eagle3_checkpoint.build_vocabulary_maps(chosen, target_manifest.vocab_size)
+    chosen = choose_vocabulary(counts, config.draft_vocab_size, target_manifest.eos_token_ids)
+    d2t, t2d = build_vocabulary_maps(chosen, target_manifest.vocab_size)
     torch.manual_seed(params.init_draft.seed)
     draft = Eagle3Draft(config)
     draft.d2t.copy_(d2t)
@@ -130,6 +131,30 @@ def choose_feature_layers(params: schema.Params, target_manifest: TargetManifest
     return params.init_draft.choose_feature_layers(target_manifest.feature_layers, own_layers)
 
 
+def choose_vocabulary(counts: torch.Tensor, size: int, always: list[int]) -> torch.Tensor:
+    """Return the ids [D] of the `size` most frequent tokens by counts [V] int64, ascending; `always` (end tokens) are included.
+
+    Ties go to the lower id, so equal counts give the same vocabulary on every machine.
+    """
+    priority = counts.clone()
+    priority[always] = counts.max() + 1
+    order = torch.sort(priority, descending=True, stable=True).indices
+    return order[:size].sort().values
+
+
+def build_vocabulary_maps(chosen: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return d2t [D] int64, offsets (target id - draft id), and t2d [V] bool of ascending ids `chosen` [D]."""
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[chosen] = True
+    return chosen - torch.arange(len(chosen)), t2d
+
+
+def compute_coverage(counts: torch.Tensor, t2d: torch.Tensor) -> float:
+    """Return the fraction of the tokens counted in counts [V] that are in the draft vocabulary; 1.0 without tokens."""
+    total = int(counts.sum())
+    return int(counts[t2d].sum()) / total if total else 1.0
+
+
 def _load_published_draft(params: schema.Params, target_manifest: TargetManifest) -> tuple[Eagle3Draft, list[int]]:
     """Return a published draft in float32, with its own vocabulary, and its feature layers.
 
@@ -139,7 +164,7 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     name = init.from_
     assert name is not None
     folder, commit = published_files.fetch_draft(name, init.revision)
-    published = published_eagle3_formats.read_published_draft(
+    published = eagle3_files.read_published_draft(
         folder, target_manifest, lambda: manifest.read_embedding_and_head(target_manifest), name
     )
     print(f"{ROOT_CHECKPOINT} starts from {name}" + (f" at {commit}" if commit else ""))
@@ -172,7 +197,7 @@ def _override_config(
     if path is None:
         return inferred
     fixed = build_config_json(inferred, layers, target_manifest)
-    return config_override.override_config(Path(path), inferred, fixed)
+    return eagle3_checkpoint.override_config(Path(path), inferred, fixed)
 
 
 def build_config_json(config: DraftConfig, layers: list[int], target_manifest: TargetManifest) -> dict[str, Any]:

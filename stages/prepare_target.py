@@ -26,10 +26,10 @@ from stages.runtime import atomic, scratch
 from stages.target import (
     chat_template,
     checkpoint_check,
+    config_facts,
     foreign_files,
     gguf_target,
     head_check,
-    layer_state,
     loading,
     manifest,
     quantisation,
@@ -193,7 +193,7 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
         print(f"the head was not compared: one block of {target.model} alone gives {type(error).__name__}: {error}")
         config = foreign_files.read_config(weights, p.target.trust_remote_code)
         if (
-            window := layer_state.read_sliding_window(config)
+            window := config_facts.read_sliding_window(config)
         ) is not None:  # whether masks reach its layers is not known
             checks.check_sliding_window(p, window)
         return 1.0

@@ -23,7 +23,8 @@ from stages.cells.record import DraftSampling
 from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.data import conversations, row_lengths
 from stages.draft import checkpoint
-from stages.families.draft_replay import DraftReplay, ExpectedCounts, build_replay
+from stages.families import registry
+from stages.families.draft_replay import DraftReplay, ExpectedCounts
 from stages.families.family import check_draft_fits, load_draft
 from stages.hidden_states import format, reader
 from stages.params import schema, stage_inputs
@@ -152,6 +153,8 @@ def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManif
     embedding, head = (t.to(p.target.device) for t in manifest.read_embedding_and_head(made))
     draft, settings = load_draft(p, name, made, head, dtype), p.replay_trees
     check_draft_fits(f"{checkpoint.locate_checkpoint(name)}/draft", draft, made.model, embedding)
+    build_replay = registry.get(draft.family).build_replay
+    assert build_replay is not None, name
     replay = build_replay(draft, embedding.to(dtype), head.to(dtype), made, settings.tree_scoring)
     grid = settings.list_trees(replay.most_steps)
     traced = settings.list_traced_trees(grid)

@@ -133,7 +133,7 @@ def _get_settings(p: schema.Params, target: str) -> ReportSettings:
         title=p.report.title,
         model=target,
         benchmark_trees=p.benchmark.trees,
-        other_methods={name for name, segment in p.train_draft.checkpoints.items() if segment.method != "eagle3"},
+        other_methods={name for name, segment in p.train_draft.checkpoints.items() if not segment.family.has_root},
         imported={name: source.model_dump() for name, source in p.import_draft.checkpoints.items()},
         params_digest=hashlib.sha256(values.encode()).hexdigest(),
     )

@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from stages.data import conversations
 from stages.draft import checkpoint
-from stages.families.draft_training import get_training
-from stages.families.family import LoadedDraft, get_files
+from stages.families import registry
+from stages.families.draft_files import LoadedDraft
 from stages.hidden_states import reader
 from stages.hidden_states.reader import EVAL_FOLDER, TRAIN_FOLDER, HiddenStatesReader
 from stages.params import schema, stage_inputs
@@ -87,7 +87,9 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     )
     target_manifest, resumed = manifest.read_manifest(), work.exists()
     embedding, head = manifest.read_embedding_and_head(target_manifest)
-    files, training = get_files(segment.family), get_training(segment.family)
+    family = registry.get(segment.family)
+    files, training = family.files, family.training
+    assert training is not None, name
 
     def read_draft(folder: Path) -> tuple[LoadedDraft, TrainingProgress]:
         state, reached = checkpoint.read_state(folder, parent_stage)
@@ -250,7 +252,7 @@ def _check_gate(name: str, settings: TrainDraft) -> None:
 def _write_checkpoint(
     folder: Path, draft: LoadedDraft, trainer: Trainer, weights: dict[str, Tensor], state: dict[str, Tensor]
 ) -> None:
-    get_files(draft.family).write(folder, {**draft.config, "dtype": trainer.settings.dtype}, weights)
+    registry.get(draft.family).files.write(folder, {**draft.config, "dtype": trainer.settings.dtype}, weights)
     checkpoint.write_state(folder, state, {"epoch": trainer.epoch, "step": trainer.step})
 
 

@@ -28,8 +28,10 @@ def link_llama_cpp(project: Path) -> None:
 
 
 def build_drafter(model: Any, layers: list[int], draft: Any, tree_scoring: str = "sglang") -> Drafter:
-    kind = BlockDrafter if isinstance(draft, BlockDraft) else Eagle3Drafter
-    return kind(draft, model, layers, tree_scoring)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if isinstance(draft, BlockDraft):
+        return BlockDrafter(draft, embedding, head, layers, tree_scoring)
+    return Eagle3Drafter(draft, embedding, layers, tree_scoring)
 
 
 def build_engine(

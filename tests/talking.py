@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig
 
 from stages import init_draft
-from stages.draft import checkpoint, eagle3_checkpoint, supported_targets
+from stages.draft import checkpoint, supported_targets
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.params import schema
 from stages.prompts import prompt_sets
 from stages.target import manifest

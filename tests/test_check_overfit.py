@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from stages import check_overfit, extract_hiddens, init_draft, train_draft
-from stages.draft import checkpoint, eagle3_checkpoint, supported_targets
+from stages.draft import checkpoint, supported_targets
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import slot_pool
 from stages.engine.decode_state import PrefillOutput
 from stages.engine.target_runner import TargetRunner
 from stages.families.block import training as block_start
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.eagle3.overfit import Eagle3Overfit
 from stages.params import schema
 from stages.target import manifest

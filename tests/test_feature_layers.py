@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages import check_overfit, extract_hiddens, init_draft, replay_trees, train_draft
-from stages.draft import eagle3_checkpoint, supported_targets
+from stages.draft import supported_targets
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.hidden_states import format, reader
 from stages.params import schema
 from stages.params.tree_shape import TreeShape

@@ -26,8 +26,11 @@ from stages import import_draft, init_draft, report
 from stages.cells.cell import Cell
 from stages.data import readers, row_cleaning
 from stages.data.tables.table_schema import load_table_file
-from stages.draft import checkpoint, eagle3_checkpoint, published_eagle3_formats
-from stages.families.block.config import build_block_config, find_block_draft_problem
+from stages.draft import checkpoint
+from stages.families.block.config import build_block_config
+from stages.families.block.files import find_block_draft_problem
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
+from stages.families.eagle3 import files as eagle3_files
 from stages.hidden_states import reader, writer
 from stages.params import target_files
 from stages.params.schema import load_params, read_recipe
@@ -60,7 +63,7 @@ ROWS = [{"messages": [{"role": role, "content": f"{n}?"} for role in ("user", "a
 def published_eagle3(folder: Path) -> Read:
     eagle3_exports.export(folder, {"fc_norm": True}, rope=eagle3_exports.LLAMA3)
     draft, tables = folder / "draft", (eagle3_exports.EMBEDDING, eagle3_exports.HEAD)
-    return lambda: published_eagle3_formats.read_published_draft(draft, eagle3_exports.TARGET, lambda: tables)
+    return lambda: eagle3_files.read_published_draft(draft, eagle3_exports.TARGET, lambda: tables)
 
 
 def published_block(folder: Path, method: str, form: str) -> Read:

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from stages import init_draft
-from stages.draft import eagle3_checkpoint
-from stages.draft.eagle3 import Eagle3Draft
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.hidden_states import reader
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from stages import benchmark, extract_hiddens, import_draft, init_draft, prepare_prompts, train_draft
 from stages.cells.table import TableLine
-from stages.draft import checkpoint, eagle3_checkpoint
+from stages.draft import checkpoint
 from stages.families import eagle, medusa
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.family import get_files
-from stages.families.ranked_drafts import RankedFiles
 from stages.hidden_states import format, reader
 from stages.params.families import FAMILIES
 from stages.target import manifest
@@ -240,14 +240,13 @@ def _tensors(name: str) -> dict[str, torch.Tensor]:
 
 def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(trained_project: Path, tables: Any) -> None:
     files = get_files(FAMILIES["medusa"])
-    assert isinstance(files, RankedFiles)
     config, tensors = json.loads(Path("drafts/heads1/draft/config.json").read_text()), _tensors("heads1")
     cut = {**tensors, "outs.1.weight": tensors["outs.1.weight"][:-1]}
     assert "outs.1.weight is (89, 128), expected (90, 128)" in files.find_problem(config, cut)
     lacking = {k: t for k, t in tensors.items() if k != "blocks.0.bias"}
     assert "missing tensors ['blocks.0.bias']" in files.find_problem(config, lacking)
     assert "lacks 'heads'" in files.find_problem({k: v for k, v in config.items() if k != "heads"}, tensors)
-    with pytest.raises(ValueError, match="is no draft of medusa"):
+    with pytest.raises(ValueError, match="is no Medusa draft"):
         files.read(checkpoint.locate_checkpoint("eagle1"), "train_draft@eagle1", manifest.read_manifest(), tables[1])
     with pytest.raises(ValueError, match="is no EAGLE-3 draft"):
         eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("heads1"), "train_draft@heads1")

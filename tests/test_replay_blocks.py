@@ -14,7 +14,8 @@ from transformers.generation.logits_process import TopPLogitsWarper
 from stages import replay_trees
 from stages.cells import replay_records
 from stages.draft import checkpoint
-from stages.families.block.config import build_block_config, find_block_draft_problem
+from stages.families.block.config import build_block_config
+from stages.families.block.files import find_block_draft_problem
 from stages.families.block.model import BlockDraft
 from stages.hidden_states import reader
 from stages.params.tree_shape import TreeShape

@@ -18,9 +18,10 @@ from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, repl
 from stages.cells import replay_records
 from stages.cells.table import find_replayed_tau
 from stages.data import conversations
-from stages.draft import checkpoint, eagle3_checkpoint, supported_targets
+from stages.draft import checkpoint, supported_targets
 from stages.engine.decode import Engine
 from stages.engines import torch_engine
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.hidden_states import shard_plan
 from stages.params import schema
 from stages.target import manifest

@@ -11,16 +11,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages import prepare_target
-from stages.draft.eagle3 import Eagle3Draft
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine import sampling
 from stages.engine.sampling import SamplingParams
 from stages.engines import torch_engine
 from stages.families import draft_decoding
 from stages.families import eagle as eagle_method
 from stages.families import medusa as medusa_method
+from stages.families.draft_files import LoadedDraft
 from stages.families.eagle import EagleDraft
-from stages.families.family import LoadedDraft
 from stages.families.medusa import MedusaDraft
 from stages.params import schema
 from stages.params.families import EAGLE3

@@ -21,7 +21,8 @@ from stages.data import row_lengths
 from stages.draft import checkpoint
 from stages.families.block import mask_token
 from stages.families.block import objective as block_training
-from stages.families.block.config import find_block_draft_problem, parse_block_config
+from stages.families.block.config import parse_block_config
+from stages.families.block.files import find_block_draft_problem
 from stages.families.block.model import BlockDraft
 from stages.families.block.objective import BlockTrainingObjective
 from stages.hidden_states import reader

@@ -73,7 +73,7 @@ def detect_format(row: dict[str, Any]) -> str | None:
         return "sharegpt"
     if _find_turns(row, "messages") is not None:
         return "ultrachat" if row.get("prompt_id") is not None else "messages"
-    if _find_first_key(row, PROMPT_KEYS) is not None and _find_answer(row)[1] is not None:
+    if _name_first_key(row, PROMPT_KEYS) is not None and _find_answer(row)[1] is not None:
         return "prompt_answer"
     return None
 
@@ -111,7 +111,7 @@ def _holds_something(value: Any) -> bool:
 
 def explain_unknown_format(row: dict[str, Any]) -> tuple[str | None, str]:
     """Return what was found and expected under a known key of a question or an answer that holds no text; else (None, "")."""
-    has_prompt, has_answer = _find_first_key(row, PROMPT_KEYS) is not None, _find_answer(row)[1] is not None
+    has_prompt, has_answer = _name_first_key(row, PROMPT_KEYS) is not None, _find_answer(row)[1] is not None
     if has_prompt != has_answer:
         side, keys = ("answer", ANSWER_KEYS) if has_prompt else ("question", PROMPT_KEYS)
         if given := next((key for key in keys if key in row), None):
@@ -337,8 +337,3 @@ def _find_answer(row: dict[str, Any]) -> tuple[str | None, list[Any] | None]:
 
 def _name_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
     return next((key for key in keys if isinstance(row.get(key), str | list)), None)
-
-
-def _find_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    key = _name_first_key(row, keys)
-    return None if key is None else row[key]

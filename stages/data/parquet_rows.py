@@ -53,9 +53,8 @@ def read_tables(path: Path, most_bytes: int, chunk_bytes: int, chunk_rows: int) 
                     raise ParquetSizeError
                 schema = pa.schema([field.with_type(_decode_type(field.type)) for field in part.schema])
                 waiting.append(part.cast(schema))
-                waiting[-1].validate(
-                    full=True
-                )  # polars takes bytes that are no UTF-8, and fails where they are written
+                # Polars takes bytes that are no UTF-8, and fails where they are written.
+                waiting[-1].validate(full=True)
                 size += own
                 if size >= chunk_bytes or sum(one.num_rows for one in waiting) + read_rows > chunk_rows:
                     yield pl.DataFrame(pl.from_arrow(pa.Table.from_batches(waiting)))

@@ -418,12 +418,4 @@ def describe_content(path: Path) -> str:
     found = next((words for magic, words in MAGIC_BYTES if start.startswith(magic)), None)
     if found is None and HTML_PATTERN.match(start):
         found = "an HTML or XML page, as a failed download leaves it: fetch the file itself"
-    return f"{size:,} bytes that are {found}" if found else f"{size:,} bytes that begin with {_show_start(start)}"
-
-
-def _show_start(start: bytes) -> str:
-    """Return the first characters of a text, or the first bytes of anything else."""
-    text = start.decode("utf-8", errors="ignore")  # a character may be cut at the end of `start`
-    if len(text.encode()) < len(start) - 3 or any(ord(c) < 32 and c not in "\t\r\n\f" for c in text):
-        return f"the bytes {start[:16].hex(' ')}"
-    return repr(text[:SHOWN_BYTES] + ("…" if len(text) > SHOWN_BYTES else ""))
+    return f"{size:,} bytes that are {found}" if found else f"{size:,} bytes that begin with {start[:SHOWN_BYTES]!r}"

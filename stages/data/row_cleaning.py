@@ -285,21 +285,11 @@ def _build_table(kept: list[KeptRow], source: str) -> pl.DataFrame:
         schema={"row": pl.Int32, "role": pl.String, "content": pl.String},
     )
     messages = flat.group_by("row", maintain_order=True).agg(pl.struct("role", "content").alias("messages"))
-    columns = {
-        "id": [kept_row.id for kept_row in kept],
-        "messages": messages["messages"],
-        "tools": [c.tools for c in all_conversations],
-        "tool_calls": [c.tool_calls for c in all_conversations],
-        "reasoning": [c.reasoning for c in all_conversations],
-        "trained": [c.trained for c in all_conversations],
-        "images": [c.images for c in all_conversations],
-        "source": [source] * len(kept),
-        "source_row": [kept_row.source_row for kept_row in kept],
-        "verdict": [kept_row.verdict for kept_row in kept],
-        "digest": [kept_row.digest for kept_row in kept],
-        "opening_digest": [kept_row.opening_digest for kept_row in kept],
-        "is_eval": [kept_row.is_eval for kept_row in kept],
-    }
+    columns: dict[str, Any] = {"messages": messages["messages"], "source": [source] * len(kept)}
+    for name in WAITING_SCHEMA.names():
+        if name not in columns:
+            rows = kept if name in KeptRow.__dataclass_fields__ else all_conversations
+            columns[name] = [getattr(row, name) for row in rows]
     return pl.DataFrame(columns, schema=WAITING_SCHEMA)
 
 

@@ -115,9 +115,8 @@ def store_image(image: Any, description: str, folder: str | None, roots: Sequenc
         raise DroppedRowError("image_too_large", f"{name} has more than {images.MAX_PIXELS:,} pixels", IMAGE_SIZE)
     path = save_image(data, extension)
     if path is None:
-        begin = (
-            f" that begin with {data[:8].hex(' ')}" if data and extension is None else ""
-        )  # of a file nothing is shown
+        # Of a file nothing is shown.
+        begin = f" that begin with {data[:8].hex(' ')}" if data and extension is None else ""
         raise DroppedRowError("image_bytes", f"{name} has {len(data):,} bytes{begin}", IMAGE_BYTES)
     return path
 

@@ -1,6 +1,6 @@
 """A checkpoint on disk: `draft/` is loaded by engines, `state/` by the next training segment.
 
-What drafts of all kinds share; `draft/` is written and read by `Files` of a family (families/family.py). `state/` holds
+What drafts of all kinds share; `draft/` is written and read by `files` of a family (families/draft_files.py). `state/` holds
 optimizer moments as safetensors, in shards where they are large, and the training progress as JSON.
 """
 
@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from stages.draft.config_types import check_types
 from stages.runtime import atomic, guarded_files
@@ -150,6 +150,12 @@ def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
         return True
     return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
+
+
+def list_shapes(build: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a module by its name, without memory for them."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in build().state_dict().items()}
 
 
 def find_shape_problem(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> str:

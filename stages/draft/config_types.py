@@ -1,12 +1,13 @@
 """Types of the keys of a draft's config.json, in every published form and in ours: a wrong one is named before it is used.
 
-Which keys a form has, and which values of them run here, is told by its reader. Keys that no reader uses are not checked.
+Which keys a form has, and which values of them run here, is told by its reader. Keys that no reader uses are not checked. Any
+key may be absent or null.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 Layers = Annotated[int, Field(ge=0, le=4096)]
@@ -16,6 +17,27 @@ ROPE_NUMBERS = {  # by rope_type, what compute_frequencies reads besides rope_th
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+ROPE_KEYS: dict[Any, str] = {
+    str: "rope_type type",  # type: an older name
+    Number: "rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast beta_slow "
+    "attention_factor alpha",
+    float: "mscale mscale_all_dim partial_rotary_factor",
+    bool: "truncate",
+    list[Size]: "mrope_section",
+}
+DRAFT_KEYS: dict[Any, str] = {
+    str: "model_type speculators_model_type method",
+    list[str]: "architectures layer_types",
+    Size: "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size draft_vocab_size "
+    "max_position_embeddings target_hidden_size sliding_window swa_window_size",
+    Layers: "num_hidden_layers num_target_layers",
+    Number: "rms_norm_eps rope_theta",
+    int: "mask_token_id block_size markov_rank conv_kernel_size conv_group_size selector_rank selector_top_k",
+    list[int]: "target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids",
+    bool: "use_sliding_window sliding_window_non_causal is_causal causal use_swa tie_word_embeddings fc_norm use_aux_norm "
+    "norm_output norm_before_fc norm_before_residual enable_confidence_head confidence_head_with_markov",
+}
+SECTIONS = ("eagle_config", "dflash_config", "dspark_config", "transformer_layer_config")  # with keys of DRAFT_KEYS
 
 
 class _Keys(BaseModel):
@@ -24,100 +46,37 @@ class _Keys(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class RopeKeys(_Keys):
-    rope_theta: Number | None = None
-    rope_type: str | None = None
-    type: str | None = None  # an older name
-    factor: Number | None = None
-    low_freq_factor: Number | None = None
-    high_freq_factor: Number | None = None
-    original_max_position_embeddings: Number | None = None
-    beta_fast: Number | None = None
-    beta_slow: Number | None = None
-    attention_factor: Number | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool | None = None
-    alpha: Number | None = None
-    partial_rotary_factor: float | None = None
-    mrope_section: list[Size] | None = None
+def _build(name: str, keys: Mapping[Any, str], base: type[_Keys]) -> Any:
+    """Return a class with these keys, by type."""
+    fields: dict[str, Any] = {key: (kind | None, None) for kind, words in keys.items() for key in words.split()}
+    return create_model(name, __base__=base, **fields)
 
+
+class _Rope(_Keys):
     @model_validator(mode="after")
     def type_has_its_numbers(self) -> Self:
-        kind = self.rope_type or self.type
-        if missing := [key for key in ROPE_NUMBERS.get(kind or "", ()) if getattr(self, key) is None]:
+        found = vars(self)
+        kind = found["rope_type"] or found["type"]
+        if missing := [key for key in ROPE_NUMBERS.get(kind or "", ()) if found[key] is None]:
             raise ValueError(f"lacks {', '.join(missing)}, which the type {kind} has")
         return self
 
 
-class ProposalKeys(_Keys):
-    speculative_tokens: Layers | None = None
-
-
-class SpeculatorsKeys(_Keys):
-    proposal_methods: list[ProposalKeys] | None = None
-
-
-class DraftKeys(_Keys):
-    architectures: list[str] | None = None
-    model_type: str | None = None
-    speculators_model_type: str | None = None
-    method: str | None = None
-    hidden_size: Size | None = None
-    intermediate_size: Size | None = None
-    num_hidden_layers: Layers | None = None
-    num_attention_heads: Size | None = None
-    num_key_value_heads: Size | None = None
-    head_dim: Size | None = None
-    vocab_size: Size | None = None
-    draft_vocab_size: Size | None = None
-    max_position_embeddings: Size | None = None
-    target_hidden_size: Size | None = None
-    num_target_layers: Layers | None = None
-    rms_norm_eps: Number | None = None
-    rope_theta: Number | None = None
-    rope_parameters: RopeKeys | None = None
-    rope_scaling: RopeKeys | None = None
-    sliding_window: Size | None = None
-    layer_types: list[str] | None = None
-    use_sliding_window: bool | None = None
-    sliding_window_non_causal: bool | None = None
-    is_causal: bool | None = None
-    causal: bool | None = None
-    use_swa: bool | None = None
-    swa_window_size: Size | None = None
-    tie_word_embeddings: bool | None = None
-    fc_norm: bool | None = None
-    use_aux_norm: bool | None = None
-    norm_output: bool | None = None
-    norm_before_fc: bool | None = None
-    norm_before_residual: bool | None = None
-    mask_token_id: int | None = None
-    block_size: int | None = None
-    markov_rank: int | None = None
-    conv_kernel_size: int | None = None
-    conv_group_size: int | None = None
-    selector_rank: int | None = None
-    selector_top_k: int | None = None
-    target_layer_ids: list[int] | None = None
-    aux_hidden_state_layer_ids: list[int] | None = None
-    eagle_aux_hidden_state_layer_ids: list[int] | None = None
-    enable_confidence_head: bool | None = None
-    confidence_head_with_markov: bool | None = None
-    eagle_config: "DraftKeys | None" = None
-    dflash_config: "DraftKeys | None" = None
-    dspark_config: "DraftKeys | None" = None
-    transformer_layer_config: "DraftKeys | None" = None
-    speculators_config: SpeculatorsKeys | None = None
-
+class _Draft(_Keys):
     @model_validator(mode="after")
     def heads_divide(self) -> Self:
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        found = vars(self)
+        heads, groups, head_dim = (found[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
         if heads and groups and heads % groups:
             raise ValueError(f"{heads} heads, a multiple of the {groups} key-value heads")
-        if self.head_dim and self.head_dim % 2:
-            raise ValueError(f"an even head_dim, found {self.head_dim}: RoPE rotates pairs")
+        if head_dim and head_dim % 2:
+            raise ValueError(f"an even head_dim, found {head_dim}: RoPE rotates pairs")
         return self
+
+
+RopeKeys = _build("RopeKeys", ROPE_KEYS, _Rope)
+SectionKeys = _build("SectionKeys", DRAFT_KEYS | {RopeKeys: "rope_parameters rope_scaling"}, _Draft)
+DraftKeys = _build("DraftKeys", {SectionKeys: " ".join(SECTIONS)}, SectionKeys)
 
 
 def check_types(config: Mapping[str, Any]) -> None:

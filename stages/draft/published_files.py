@@ -1,10 +1,10 @@
 """The files of a published draft of any family: download, config.json, safetensors, RoPE and dtypes.
 
-What the names and keys mean is each family's own: published_eagle3_formats, and families/block/published.py of block drafts.
+What the names and keys mean is each family's own, in `files` of stages/families/NAME.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stages.draft import checkpoint
 from stages.draft.config_types import check_types
-from stages.params.families import DFLASH, EAGLE3, DraftFamily
+from stages.params.families import BLOCKS, ROOT_FAMILY, DraftFamily
 from stages.runtime import guarded_files
 from stages.target.manifest import TargetManifest
 
@@ -33,13 +33,17 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Written by some trainers and read by no engine: RoPE frequencies, and tensors of the target.
 UNUSED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^verifier_(norm|lm_head)\.weight$")
+TABLES = {
+    "embed_tokens.weight": "embedding",
+    "lm_head.weight": "head",
+}  # of the target, which drafts may bring copies of
 BLOCK_SECTIONS = ("dflash_config", "dspark_config")
-BLOCK_DRAFT_WORDS = re.compile("dflash|dspark|domino|lilicorr|xpress", re.IGNORECASE)  # in names of architectures
+UNKNOWN_BLOCK_DRAFTS = re.compile("dflash|dspark|domino|lilicorr|xpress", re.IGNORECASE)  # parts of their architectures
 
 
 @dataclass(frozen=True)
 class PublishedDraft:
-    """A published draft in the format of `eagle3_checkpoint`, or of config.py."""
+    """A published draft in its family's own format."""
 
     config: dict[str, Any]  # config.json
     tensors: dict[str, Tensor]
@@ -114,17 +118,30 @@ def name_config(folder: Path) -> Iterator[None]:
 
 def is_block_config(raw: Mapping[str, Any]) -> bool:
     """Return whether config.json is of a block draft, of a kind that we run or not."""
-    named = [*(raw.get("architectures") or []), raw.get("speculators_model_type") or ""]
-    return any(BLOCK_DRAFT_WORDS.search(name) for name in named) or any(key in raw for key in BLOCK_SECTIONS)
+    named = {*(raw.get("architectures") or []), raw.get("speculators_model_type") or ""}
+    known = {name for family in BLOCKS.values() for name in (family.architecture, *family.published_as)}
+    is_block = bool(named & known) or any(UNKNOWN_BLOCK_DRAFTS.search(name) for name in named)
+    return is_block or any(key in raw for key in BLOCK_SECTIONS)
 
 
 def find_published_family(raw: Mapping[str, Any]) -> DraftFamily:
     """Return the family whose files a published config.json is of: of a block draft any of theirs, which are read alike."""
-    return DFLASH if is_block_config(raw) else EAGLE3
+    return next(iter(BLOCKS.values())) if is_block_config(raw) else ROOT_FAMILY
 
 
-def check_target_sizes(folder: Path, raw: Mapping[str, Any], manifest: TargetManifest) -> None:
-    """Raise ValueError where the draft's sizes differ from the target's."""
+def check_values(folder: Path, values: Iterable[tuple[str, Any, Any]]) -> None:
+    """Raise ValueError for the first (key, value, the only one that is supported) where the two differ; null means absent."""
+    for key, found, required in values:
+        if found is not None and found != required:
+            raise ValueError(
+                f"{folder}/config.json: {key} is {found!r}, expected {required!r}: it is another model; choose another draft"
+            )
+
+
+def check_sizes(folder: Path, raw: Mapping[str, Any], required: Sequence[str], manifest: TargetManifest) -> None:
+    """Raise ValueError where config.json lacks one of the `required` sizes, or one differs from the target's."""
+    if missing := [key for key in required if raw.get(key) is None]:
+        raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of a draft")
     for key, expected in (("hidden_size", manifest.hidden_size), ("vocab_size", manifest.vocab_size)):
         if raw[key] != expected:
             raise ValueError(
@@ -192,19 +209,19 @@ def _list_safetensors(folder: Path) -> list[Path]:
     )
 
 
-def drop_copy(tensors: dict[str, Tensor], name: str, explanation: str, target: Tensor, notes: list[str]) -> None:
-    """Drop the draft's copy of the tensor `target` of the target's; append a note where the two differ.
+def drop_copies(
+    tensors: dict[str, Tensor], names: Collection[str], read_tables: ReadEmbeddingAndHead, notes: list[str]
+) -> None:
+    """Drop the draft's copies of the target's tables by these `names` of TABLES; append a note where one differs."""
+    for name, target in zip(TABLES, read_tables(), strict=True) if {*names} & tensors.keys() else ():
+        copy = tensors.pop(name, target) if name in names else target
+        if copy.shape != target.shape or not torch.equal(copy.float(), target.to(copy.dtype).float()):
+            table, found = TABLES[name], name.removesuffix(".weight")
+            notes.append(f"{found} differs from the target's {table}; left out, as in SGLang; vLLM would take it")
 
-    `explanation` is the name of the target's tensor, and why its copy is left out.
-    """
-    copy = tensors.pop(name)
-    if copy.shape != target.shape or not torch.equal(copy.float(), target.to(copy.dtype).float()):
-        table, reason = explanation.split(", ", 1)
-        notes.append(f"{name.removesuffix('.weight')} differs from the target's {table}; left out, {reason}")
 
-
-def unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
-    """Cast all weights to the widest dtype among them and return it. Raises ValueError for quantised weights."""
+def unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> str:
+    """Cast all weights to the widest dtype among them and return its name. Raises ValueError for quantised weights."""
     weights = [name for name in tensors if name not in ("d2t", "t2d")]
     dtypes = {tensors[name].dtype for name in weights}
     if not dtypes or not dtypes <= set(FLOAT_DTYPES):
@@ -216,17 +233,13 @@ def unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
     widest = reduce(torch.promote_types, dtypes)
     for name in weights:
         tensors[name] = tensors[name].to(widest)
-    return widest
+    return str(widest).removeprefix("torch.")
 
 
 def select_feature_layers(source_name: str, lists: Mapping[str, list[int]]) -> tuple[str, list[int]]:
-    """Return what the feature layers are called in a config.json, and their ids.
+    """Return what the feature layers are called in a config.json, and their ids, those of the blocks that the streams enter.
 
-    Args:
-        lists: ids of the blocks that the residual streams enter, by a description of each list that the file has.
-
-    Raises:
-        ValueError: where the lists disagree, or ids are out of order.
+    `lists` are the ids by a description of each list that the file has. Raises ValueError where they disagree or are unordered.
     """
     (source, layers), *other_lists = lists.items()
     if any(ids != layers for _, ids in other_lists):

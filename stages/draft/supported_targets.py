@@ -21,7 +21,6 @@ from stages.target import (
     foreign_files,
     gguf_target,
     head_check,
-    layer_state,
     loading,
     manifest,
     quantisation,
@@ -40,7 +39,7 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
     model = params.target.model
     loading.check_attention(config, model)
     quantisation.check_layout(model, config)
-    if state := layer_state.describe_other_state(config):
+    if state := config_facts.describe_other_state(config):
         raise ValueError(
             f"{PARAMS_FILE}: target.model {model} is a {config.model_type}, which keeps state other than keys and values of its "
             f"own in {state}: the torch engine can't take rejected drafts out of another state (linear attention, Mamba). Take "
@@ -54,7 +53,7 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
             rotary.check_rope(shapes["rope"], shapes["head_dim"])
     except ValueError as error:
         raise ValueError(f"{PARAMS_FILE}: target.model {model}: {error}") from None
-    if "mrope_section" in shapes["rope"] and (window := layer_state.read_sliding_window(config)) is not None:
+    if "mrope_section" in shapes["rope"] and (window := config_facts.read_sliding_window(config)) is not None:
         checks.check_sliding_window(params, window)
     layers = resolve_feature_layers(model, params.target.feature_layers, shapes["num_layers"])
     if params.init_draft.makes_fresh_draft:  # a published draft in init_draft.from has its own, known when it is read

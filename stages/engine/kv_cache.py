@@ -6,14 +6,17 @@ Letters: B slots in use, M tokens of each in a pass, L layers, G key-value heads
 """
 
 from collections import Counter
+from typing import TYPE_CHECKING
 from weakref import proxy
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from stages.target import layer_state
+from stages.target import config_facts
+
+if TYPE_CHECKING:  # transformers' model classes take seconds to import
+    from transformers import PreTrainedModel
 
 KVShape = tuple[int, int, torch.device]  # G, E, and the layer's device
 
@@ -128,18 +131,20 @@ def count_kv_bytes(shapes: list[tuple[KVShape, KVShape]], tokens: int, dtype: to
 
 
 @torch.inference_mode()
-def probe_kv_shapes(model: PreTrainedModel) -> list[tuple[KVShape, KVShape]]:
+def probe_kv_shapes(model: "PreTrainedModel") -> list[tuple[KVShape, KVShape]]:
     """Return the shapes and devices of each layer's keys and values, found by running one token.
 
     Raises ValueError for a target with a layer that keeps another state (linear attention): rejected drafts could not be
     removed from it.
     """
     decoder = model.get_decoder()
-    if other := layer_state.describe_other_state(decoder.config):
+    if other := config_facts.describe_other_state(decoder.config):
         raise ValueError(
             f"{type(model).__name__} keeps state other than keys and values of its own in {other}, the torch engine needs keys "
             "and values alone in all layers; take another target"
         )
+    from transformers import DynamicCache
+
     found = DynamicCache(config=decoder.config)
     decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=found, use_cache=True)
     layers = [layer for layer in found.layers if getattr(layer, "keys", None) is not None]

@@ -47,8 +47,6 @@ class DraftingMethod(ABC):
 
     num_steps: int  # the depth of its trees
     num_draft_tokens: int  # M
-    weight_bytes: int = 0  # without the target's
-    num_parameters: int = 0  # trained
 
     @property
     def num_scratch_rows(self) -> int:

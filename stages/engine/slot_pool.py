@@ -16,7 +16,7 @@ from stages.engine.decode_state import CacheSlots, DecodeState, round_up_capacit
 from stages.engine.kv_cache import KVCache, count_kv_bytes, probe_kv_shapes
 from stages.engine.proposer import Drafter
 from stages.params.units import format_bytes
-from stages.target.layer_state import read_sliding_window
+from stages.target.config_facts import read_sliding_window
 from stages.target.multimodal import is_multimodal
 
 

@@ -9,16 +9,18 @@ Letters: M tokens, H hidden, A query heads, G key-value heads, E head width, I t
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from stages.engine import kernels_torch
 from stages.engine.kv_cache import KVCache
 from stages.target.multimodal import is_multimodal
+
+if TYPE_CHECKING:  # transformers' model classes take seconds to import
+    from transformers import PreTrainedModel
 
 KNOWN_BLOCK_WEIGHTS = {
     "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.o_proj.weight", "self_attn.q_norm.weight",
@@ -55,7 +57,7 @@ def select_kernels(device: torch.device) -> Any:
 class FusedDecoder:
     """A decoder on fused kernels."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: "PreTrainedModel"):
         """Raise ValueError naming the first difference from the supported architecture."""
         self.decoder, self.kernels = model.get_decoder(), select_kernels(model.device)
         self.is_multimodal = is_multimodal(model)
@@ -67,7 +69,7 @@ class FusedDecoder:
         self.blocks = [self._read_block(block) for block in blocks]
 
     @classmethod
-    def build_if_supported(cls, model: PreTrainedModel, cache: KVCache) -> "FusedDecoder | None":
+    def build_if_supported(cls, model: "PreTrainedModel", cache: KVCache) -> "FusedDecoder | None":
         """Return the fused decoder, or None where the model's own modules must run it.
 
         Names of weights are checked first, then numbers: a few tokens through both, behind an empty cache.

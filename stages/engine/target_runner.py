@@ -17,8 +17,8 @@ from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.kv_cache import KVCache, KVShape
 from stages.engine.slot_pool import SlotPool
 from stages.engine.target_kernels import FusedDecoder
+from stages.target.config_facts import build_layer_masks
 from stages.target.hooks import capture_residual_streams, tap_decoder_inputs
-from stages.target.layer_state import build_layer_masks
 from stages.target.multimodal import ImagePatches, build_multimodal_inputs, build_pixel_kwargs, is_multimodal
 
 GROUPED_ATTENTION = "aerie_grouped"  # its name in transformers' registry

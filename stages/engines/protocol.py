@@ -145,6 +145,7 @@ class ServingEngine(Protocol):
     most_at_once: int | None = None  # requests that are sent to a server at a time
     counting_flags: Sequence[str] = ()  # of a server with a draft, which make it report accepted drafts
     accept_length: str = ""  # its own figure of a request
+    drafts: Mapping[str, Change] = {}  # by architecture of config.json, those that not all versions load
     answer_type: type[AnswerModel] = ChatCompletion  # of a response to a request of `sample_target`
     serve_words: Sequence[str] = ("serve",)  # of the command line, between the program and the target's folder
 
@@ -212,8 +213,9 @@ class ServingEngine(Protocol):
     def explain_unsupported(self, shape: TreeShape, config: Info) -> str | None:
         """Return why the engine can't run a tree with a draft of that config.json; None if it can."""
         family = find_family(config)
-        depth = family.count_drafts(config["block_size"]) if family.is_block else None
-        return DraftKind(family, depth).explain_unserved(self.name, shape) or self.explain_draft(config)
+        return DraftKind(family, family.find_depth(config)).explain_unserved(self.name, shape) or self.explain_draft(
+            config
+        )
 
     def explain_draft(self, config: Info) -> str | None:
         """Return why the engine runs no draft of that config.json, whatever the tree."""
@@ -221,7 +223,7 @@ class ServingEngine(Protocol):
 
     def find_change(self, config: Info) -> Change | None:
         """Return what the engine needs of its version for a draft of that config.json; None where all that aerie starts do."""
-        return None
+        return next((self.drafts[name] for name in config.get("architectures") or () if name in self.drafts), None)
 
     def explain_old_version(self, version: str | None, config: Info) -> str | None:
         """Return why this version does not know a draft of that config.json; None if it does, or is not known."""

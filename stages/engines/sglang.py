@@ -14,15 +14,14 @@ from stages.engines.http_session import ExchangeFailedError, HttpSession
 from stages.engines.server_startup.sglang_vision_patch import PREFIX, TARGETS, VERSION
 from stages.engines.sse import AnswerStream
 from stages.engines.versions import Change, parse_release
-from stages.params.families import ALGORITHMS, DFLASH2, DSPARK, EAGLE3, find_family
+from stages.params.families import ALGORITHMS
 from stages.runtime.free_port import find_free_port
 
 FLUSH_TIMEOUT_S = 30  # until a server is idle, so that it may drop its cache
 SIMULATED_LENGTH, SIMULATED_METHOD = "SGLANG_SIMULATE_ACC_LEN", "SGLANG_SIMULATE_ACC_METHOD"
 # Before, --cuda-graph-max-bs, which 0.5.23 refuses as ambiguous.
 DECODE_GRAPHS = Change("0.5.14", "--cuda-graph-max-bs-decode")
-# Before, its tensors are skipped.
-DFLASH2_DRAFTS = Change("0.5.23", "DFlash2DraftModel")
+DFLASH2 = "DFlash2DraftModel"  # architecture
 # Before, sliding layers are causal whatever is_causal says.
 WINDOWS = Change("0.5.23", "is_causal: false of layers with a sliding window")
 INFO_KEYS = (  # of /server_info, those that explain a measurement
@@ -44,6 +43,7 @@ class SGLang(protocol.ServingEngine):
     serve_words = ("serve", "--model-path")
     takes_images = True
     accept_length = "spec_accept_length"
+    drafts = {DFLASH2: Change("0.5.23", DFLASH2)}  # noqa: RUF012 - before, its tensors are skipped
 
     def list_start_flags(self, device: str) -> dict[str, Any]:
         """SGLang's processes meet on a port of their own, which it would take from the kernel and bind a minute later: of eleven
@@ -86,14 +86,13 @@ class SGLang(protocol.ServingEngine):
         return f"drafted with the vision patch of SGLang {VERSION} ({SWITCH}; docs/serving.md)"
 
     def explain_draft(self, config: protocol.Info) -> str | None:
-        if find_family(config) is EAGLE3 and config.get("model_type") == "qwen3":
+        if "Eagle3Qwen3ForCausalLM" in config.get("architectures", ()):
             return "SGLang's EAGLE-3 draft has no q/k norms, and this one does (init_draft.qk_norm)"
         return None
 
     def find_change(self, config: protocol.Info) -> Change | None:
-        if find_family(config) is DFLASH2:
-            return DFLASH2_DRAFTS
-        return WINDOWS if config.get("use_sliding_window") and config.get("is_causal") is False else None
+        windows = config.get("use_sliding_window") and config.get("is_causal") is False
+        return super().find_change(config) or (WINDOWS if windows else None)
 
     def build_speculation_flags(self, draft: protocol.ServedDraft, config: protocol.Info) -> list[str]:
         # Of EAGLE-3 SGLang ignores the key of config.json; its flag does not count the query itself.
@@ -103,9 +102,9 @@ class SGLang(protocol.ServingEngine):
 
     def samples_drafts(self, draft: protocol.ServedDraft, flags: Sequence[str], environment: Mapping[str, str]) -> bool:
         """DFlash2 does, DSPARK unless told otherwise, the other algorithms if told."""
-        if draft.family is DFLASH2:
+        if draft.family.architecture == DFLASH2:
             return True
-        if draft.family is DSPARK:
+        if draft.algorithm == "DSPARK":
             return environment.get("SGLANG_DSPARK_USE_GREEDY_DRAFT", "").lower() not in ("1", "true", "yes", "on")
         return "--speculative-use-rejection-sampling" in flags
 

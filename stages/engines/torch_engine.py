@@ -227,9 +227,11 @@ class TorchCell(CellEngine, Subject):
     def _measure_draft(self) -> DraftSize:
         """Return the size of the draft, and of what it has kept of the last answer."""
         slots = self.engine.slots.idle[0]
-        method, proposer = list(slots.proposers.items())[-1]
-        state = proposer.count_state_bytes(slots)
-        return DraftSize(weights_bytes=method.weight_bytes, state_bytes=state, draft_parameters=method.num_parameters)
+        state = list(slots.proposers.values())[-1].count_state_bytes(slots)
+        module = self.engine.drafter.module if self.engine.drafter else None
+        weights = [] if module is None else [tensor.nbytes for tensor in module.state_dict().values()]
+        parameters = [] if module is None else [tensor.numel() for tensor in module.parameters()]
+        return DraftSize(weights_bytes=sum(weights), state_bytes=state, draft_parameters=sum(parameters))
 
     # Answer by answer
 

@@ -11,11 +11,9 @@ from stages.cells.request_record import AcceptanceCounts
 from stages.engines import protocol
 from stages.engines.http_session import HttpSession
 from stages.engines.versions import Change, parse_release
-from stages.params.families import DFLASH2, find_family
 
 OLDEST = (0, 30)
 BLOCK_TOKENS = 16  # tokens of a block of its KV cache
-DFLASH2_DRAFTS = Change("0.33", "DFlash2DraftModel")  # before, the server does not start
 CONFIG_FLAG = "--speculative-config"
 METHOD_KEY, LENGTH_KEY = "rejection_sample_method", "synthetic_acceptance_length"
 # As JSON, also escaped, or as a dotted flag; elsewhere the word is a folder's name.
@@ -32,6 +30,7 @@ class VLLM(protocol.ServingEngine):
     variables = "VLLM_"
     counting_flags = ("--per-request-spec-decode-metrics", "summary")  # which a server without a draft refuses
     accept_length = "mean_acceptance_length"
+    drafts = {"DFlash2DraftModel": Change("0.33", "DFlash2DraftModel")}  # noqa: RUF012 - before, the server does not start
 
     def list_start_flags(self, device: str) -> dict[str, Any]:
         return {"--generation-config": "vllm"}
@@ -57,9 +56,6 @@ class VLLM(protocol.ServingEngine):
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         }
         return {name: value for name, value in own.items() if name not in os.environ}
-
-    def find_change(self, config: protocol.Info) -> Change | None:
-        return DFLASH2_DRAFTS if find_family(config) is DFLASH2 else None
 
     def check_version(self, version: str | None) -> None:
         """Raise ValueError for one that does not report the accepted drafts of each request."""

@@ -5,15 +5,13 @@ Letters: B rows, H hidden, V vocabulary, W traced trees, P positions of an answe
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import Tensor
 
-from stages.families.family import LoadedDraft, get_part
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, ReplayCapacity, ReplayOutput
 from stages.replay.tree_statistics import TreeCycles
-from stages.target.manifest import TargetManifest
 
 
 class ExpectedCounts(NamedTuple):
@@ -53,12 +51,3 @@ class DraftReplay(ABC):
         Only of a family whose drafts can be sampled (params/families.py).
         """
         raise NotImplementedError
-
-
-def build_replay(
-    draft: LoadedDraft, embedding: Tensor, head: Tensor, target: TargetManifest, tree_scoring: str
-) -> DraftReplay:
-    """Return a draft for replay; embedding and head [V, H] are the target's. Raises ValueError where they don't fit."""
-    return cast(
-        DraftReplay, get_part(draft.family, "replay", "build_replay")(draft, embedding, head, target, tree_scoring)
-    )

@@ -1,11 +1,11 @@
 """The interface of train_draft to a family of drafts."""
 
 from abc import ABC, abstractmethod
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
-from stages.families.family import LoadedDraft, get_part
+from stages.families.draft_files import LoadedDraft
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params import schema
 from stages.params.draft_sections import TrainDraft
@@ -52,7 +52,3 @@ class DraftTraining(ABC):
     ) -> dict[str, Any]:
         """Return the config.json of a trained draft: what is measured with its weights on training rows goes there."""
         return draft.config
-
-
-def get_training(facts: DraftFamily) -> DraftTraining:
-    return cast(DraftTraining, get_part(facts, "training", "Training")(facts))

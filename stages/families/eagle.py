@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import (
+    SIZE_KEYS,
+    DraftConfig,
     DraftMLP,
     Eagle3Draft,
     RMSNorm,
@@ -25,11 +26,10 @@ from stages.draft.eagle3 import (
     build_prefix_mask,
     compute_first_state,
 )
-from stages.draft.eagle3_config import SIZE_KEYS, DraftConfig
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput, compute_rope_positions
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.families import ranked_drafts
-from stages.families.family import LoadedDraft
+from stages.families.draft_files import DraftFiles, LoadedDraft
 from stages.families.ranked_drafts import build_static_tree
 from stages.families.static_tree import StaticTree
 from stages.params.draft_sections import TrainDraft
@@ -138,9 +138,8 @@ def compute_loss(
     if not pack.chunks:
         return packed_rows.compute_zero_loss(eagle, pack, 1)
     (states,) = unroll_states(eagle, pack, embedding, 1)
-    share = 1 / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(
-        min=1
-    )  # [1]
+    # [1]
+    share = 1 / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(min=1)
     all_ids = torch.zeros(len(head), dtype=torch.int64, device=head.device)
     output_head = chunked_loss.OutputHead(eagle.normalise_output, head, all_ids, torch.ones_like(all_ids).bool())
     given = output_head, [states], pack, head, CROSS_ENTROPY_WEIGHT * share, objective.loss, objective.logits_scale
@@ -168,11 +167,9 @@ class EagleDrafter(Drafter):
         self.rank_accuracy, self.tree_scoring = rank_accuracy, tree_scoring
 
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> "EagleMethod":
-        tree = (
-            shape
-            if shape.letter == "t"
-            else build_static_tree(shape, self.rank_accuracy, "EAGLE", self.embedding.device)
-        )
+        tree: StaticTree | TreeShape = shape
+        if shape.letter == "s":
+            tree = build_static_tree(shape, self.rank_accuracy, "EAGLE", self.embedding.device)
         return EagleMethod(self.eagle, self.embedding, tree, self.tree_scoring)
 
 
@@ -188,8 +185,6 @@ class EagleMethod(DraftingMethod):
         if isinstance(tree, TreeShape):
             trees.check_tree(tree, c.vocab_size, c.sliding_window)
         self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens
-        self.weight_bytes = sum(x.nbytes for x in eagle.parameters())
-        self.num_parameters = sum(x.numel() for x in eagle.parameters())
 
     def build_proposer(self, capacity: int) -> "EagleProposer":
         return EagleProposer(self, capacity)
@@ -283,27 +278,11 @@ def _grow_static_tree(
     return static.with_tokens(torch.cat(tokens))
 
 
-class Files(ranked_drafts.RankedFiles):
+class Files(DraftFiles):
     """Eagle's files."""
 
     def describe(self, config: dict[str, Any]) -> DraftKind:
         return DraftKind(self.facts, len(config["rank_accuracy"]))
-
-    def list_shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        h, m = config["hidden_size"], config["intermediate_size"]
-        q, kv = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
-        return {
-            "fc.weight": (h, 2 * h),
-            "fc.bias": (h,),
-            "midlayer.self_attn.q_proj.weight": (q, h),
-            "midlayer.self_attn.k_proj.weight": (kv, h),
-            "midlayer.self_attn.v_proj.weight": (kv, h),
-            "midlayer.self_attn.o_proj.weight": (h, q),
-            "midlayer.post_attention_layernorm.weight": (h,),
-            "midlayer.mlp.gate_proj.weight": (m, h),
-            "midlayer.mlp.up_proj.weight": (m, h),
-            "midlayer.mlp.down_proj.weight": (h, m),
-        }
 
     def build_module(self, config: dict[str, Any], head: Tensor, logits_scale: float) -> nn.Module:
         return EagleDraft(DraftConfig.from_json(config), head, logits_scale)
@@ -326,17 +305,12 @@ class Training(ranked_drafts.RankedTraining):
     ) -> nn.Module:
         return EagleDraft.initialise(DraftConfig.from_json(config), head, seed, scale)
 
-    def count_measured_steps(self, config: dict[str, Any], ttt_steps: int) -> int:
-        """Return the steps that EAGLE-3 trains."""
-        return ttt_steps
-
     def build_objective(
         self, draft: LoadedDraft, segment: Segment, settings: TrainDraft, logits_scale: float
     ) -> tuple[PackObjective, ComputeLoss]:
         return ttt.TrainingObjective.of_settings(settings, 1, logits_scale), compute_loss
 
 
-def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str) -> Drafter:
+def build_drafter(draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str) -> Drafter:
     assert isinstance(draft.module, EagleDraft)
-    embedding = model.get_input_embeddings().weight
     return EagleDrafter(draft.module, embedding, draft.config["rank_accuracy"], tree_scoring)

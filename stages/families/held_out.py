@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from stages.data import row_lengths
-from stages.families.draft_replay import build_replay
-from stages.families.family import LoadedDraft
+from stages.families import registry
+from stages.families.draft_files import LoadedDraft
 from stages.hidden_states.format import HiddenStatesRow
 from stages.hidden_states.reader import EVAL_FOLDER, HiddenStatesReader
 from stages.params.tree_shape import SGLANG_SCORING, TreeShape
@@ -71,7 +71,7 @@ class HeldOutAnswers:
     @torch.inference_mode()
     def _replay_chain(self) -> float | None:
         """Return tau of a chain of three drafts, of fewer where a block has fewer; None of a family that is not replayed."""
-        if not self._draft.family.is_replayed:
+        if (build_replay := registry.get(self._draft.family).build_replay) is None:
             return None
         replayed = build_replay(self._draft, *self._trainer.training_step.tables, self._target, SGLANG_SCORING)
         steps = min(CHAIN_STEPS, replayed.most_steps or CHAIN_STEPS)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
-from stages.families.family import DraftFiles, LoadedDraft
+from stages.families.draft_files import DraftFiles
 from stages.params.tree_shape import NamedShape, TreeShape
 from stages.runtime import atomic
 from stages.target.manifest import TargetManifest
@@ -114,11 +114,14 @@ class HostDrafter(Drafter):
 class HostFiles(DraftFiles):
     """The files of a family without weights: a config.json that names it."""
 
-    def read(self, folder: Path, made_by: str, target: TargetManifest, head: Tensor) -> LoadedDraft:
-        return LoadedDraft(self.facts, nn.Module(), {"method": self.facts.name}, [])
+    def build_module(self, config: dict[str, Any], head: Tensor, logits_scale: float) -> nn.Module:
+        return nn.Module()
 
-    def read_config(self, folder: Path, made_by: str) -> dict[str, Any]:
-        return {"method": self.facts.name}
+    def list_feature_layers(self, config: dict[str, Any], target: TargetManifest) -> list[int]:
+        return []
+
+    def read_checked(self, folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {"method": self.facts.name}, {}
 
     def write(self, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         with atomic.write_folder(folder / "draft") as temporary:

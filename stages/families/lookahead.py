@@ -21,12 +21,12 @@ Letters: W window_size, N ngram_size, G guess_set_size, M num_draft_tokens.
 import random
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import Drafter, DraftingMethod
-from stages.families.family import LoadedDraft
-from stages.families.host_proposer import UNMATCHABLE_TOKEN, GuessTree, HostDrafter, HostFiles, HostProposer
+from stages.families.draft_files import LoadedDraft
+from stages.families.host_proposer import UNMATCHABLE_TOKEN, GuessTree, HostDrafter, HostProposer
 
 WINDOW_SEED = 0  # of the window's first tokens
 
@@ -124,9 +124,6 @@ class LookaheadProposer(HostProposer):
         return super().count_state_bytes(slots) + 8 * (kept + sum(map(len, self.rows)))
 
 
-Files = HostFiles  # a config.json
-
-
-def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str) -> Drafter:
+def build_drafter(draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str) -> Drafter:
     """Shapes are l<window>_<level>_<guesses>."""
-    return HostDrafter(LookaheadMethod, model.device)
+    return HostDrafter(LookaheadMethod, embedding.device)

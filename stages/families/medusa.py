@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.families import ranked_drafts
-from stages.families.family import LoadedDraft
+from stages.families.draft_files import DraftFiles, LoadedDraft
 from stages.families.ranked_drafts import build_static_tree
 from stages.families.static_tree import StaticTree
 from stages.params.draft_sections import TrainDraft
@@ -134,8 +133,6 @@ class MedusaMethod(DraftingMethod):
     def __init__(self, medusa: MedusaDraft, tree: StaticTree):
         self.medusa, self.tree = medusa, tree
         self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens
-        self.weight_bytes = sum(x.nbytes for x in medusa.state_dict().values())
-        self.num_parameters = sum(x.numel() for x in medusa.parameters())
 
     def build_proposer(self, capacity: int) -> "MedusaProposer":
         return MedusaProposer(self)
@@ -167,16 +164,11 @@ class MedusaProposer(Proposer):
         return self.hidden.nbytes
 
 
-class Files(ranked_drafts.RankedFiles):
+class Files(DraftFiles):
     """Medusa's files."""
 
     def describe(self, config: dict[str, Any]) -> DraftKind:
         return DraftKind(self.facts, config["heads"])
-
-    def list_shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        h, d, heads = config["hidden_size"], config["draft_vocab_size"], range(config["heads"])
-        blocks = {f"blocks.{k}.{name}": (h, h)[:axes] for k in heads for name, axes in (("weight", 2), ("bias", 1))}
-        return {**blocks, **{f"outs.{k}.weight": (d, h) for k in heads}, "d2t": (d,), "t2d": (config["vocab_size"],)}
 
     def build_module(self, config: dict[str, Any], head: Tensor, logits_scale: float) -> nn.Module:
         return MedusaDraft(config)
@@ -199,16 +191,12 @@ class Training(ranked_drafts.RankedTraining):
     ) -> nn.Module:
         return MedusaDraft.initialise(config, head, root["d2t"], root["t2d"], scale)
 
-    def count_measured_steps(self, config: dict[str, Any], ttt_steps: int) -> int:
-        heads: int = config["heads"]
-        return heads
-
     def build_objective(
         self, draft: LoadedDraft, segment: Segment, settings: TrainDraft, logits_scale: float
     ) -> tuple[PackObjective, ComputeLoss]:
         return ttt.TrainingObjective.of_settings(settings, draft.config["heads"], logits_scale), compute_loss
 
 
-def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str) -> Drafter:
+def build_drafter(draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str) -> Drafter:
     assert isinstance(draft.module, MedusaDraft)
-    return MedusaDrafter(draft.module, model.get_input_embeddings().weight)
+    return MedusaDrafter(draft.module, embedding)

@@ -5,12 +5,12 @@ that are a chain of guesses. No draft and no training; the only memory is an ind
 """
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import Drafter, DraftingMethod
-from stages.families.family import LoadedDraft
-from stages.families.host_proposer import GuessTree, HostDrafter, HostFiles, HostProposer
+from stages.families.draft_files import LoadedDraft
+from stages.families.host_proposer import GuessTree, HostDrafter, HostProposer
 
 
 class PromptLookupMethod(DraftingMethod):
@@ -55,9 +55,6 @@ class PromptLookupProposer(HostProposer):
         return super().count_state_bytes(slots) + sum(8 * (len(ngram) + 1) for ngram in self.followers)
 
 
-Files = HostFiles  # a config.json
-
-
-def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str) -> Drafter:
+def build_drafter(draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str) -> Drafter:
     """Shapes are n<longest>_<shortest>_<length>."""
-    return HostDrafter(PromptLookupMethod, model.device)
+    return HostDrafter(PromptLookupMethod, embedding.device)

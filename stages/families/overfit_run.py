@@ -5,38 +5,45 @@ Letters: T tokens of a row, H hidden, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor, nn
 
-from stages.engine import forced_decode
-from stages.families.family import get_part
+from stages.families.draft_files import LoadedDraft
 from stages.hidden_states.format import HiddenStatesRow
-from stages.params import schema
-from stages.params.families import EAGLE3
-from stages.params.section import ROOT_CHECKPOINT
-from stages.target.manifest import TargetManifest
 from stages.trees import accept_length
 
 
 class OverfitRun(ABC):
     """A fresh draft that is trained on one row, which it must overfit; its weights change."""
 
-    draft: nn.Module
-    feature_layers: list[int]  # of the target, that the draft reads
     num_steps: int  # drafts of a chain
     is_compiled = False  # on a GPU; so few steps end before
     learns_own_tokens = False  # the row's own; else what the target is most likely to answer
     vocabulary: Tensor | None = None  # [V] bool, the tokens that the draft can write; None: all
 
+    def __init__(self, loaded: LoadedDraft, device: str):
+        self.loaded, self.device = loaded, device
+        self.draft: Any = loaded.module.to(device)
+
+    @torch.no_grad()
     def compute_perfect_tau(self, row: HiddenStatesRow, head: Tensor) -> float:
-        """Return tau of a draft that has learned all its labels, along the row's answer; head [V, H] is the target's."""
-        answer = slice(row.prompt_length, None)
-        if self.learns_own_tokens:
-            return forced_decode.compute_chain_tau([True] * (len(row.ids[answer]) - 1), self.num_steps)
-        last = row.last[answer].to(head.device, head.dtype)
-        return forced_decode.compute_perfect_tau(row.ids[answer], last, head, self.num_steps, self.vocabulary)
+        """Return tau of a draft that has learned all its labels, along the row's answer; head [V, H] is the target's.
+
+        At temperature 0 every token is the target's argmax; a sampled answer has other tokens, which no draft can predict, nor
+        those outside of its vocabulary.
+        """
+        following = row.ids[row.prompt_length + 1 :].long().cpu()  # [T]
+        matches = torch.ones_like(following, dtype=torch.bool)
+        if not self.learns_own_tokens:
+            last = row.last[row.prompt_length : -1].to(head.device, head.dtype)
+            matches = (last @ head.T).argmax(-1).cpu() == following
+            if self.vocabulary is not None:
+                matches &= self.vocabulary.cpu()[following]
+        windows = nn.functional.pad(matches, (0, self.num_steps)).unfold(0, self.num_steps, 1)  # [T + 1, steps]
+        return accept_length.compute_chain_tau(windows[:-1].int().cumprod(1).sum(1).tolist())
 
     def compute_coverage(self, row: HiddenStatesRow) -> float:
         """Return the share of the answer's tokens that the draft's vocabulary has."""
@@ -45,11 +52,7 @@ class OverfitRun(ABC):
 
     def compute_trainer_tau(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> float:
         """Return tau of chains over the row's answer by the trainer's own forward."""
-        accepted = self.count_accepted(row, embedding, head)
-        position, total, cycles = 0, 0, 0
-        while position < len(accepted):
-            total, cycles, position = total + accepted[position], cycles + 1, position + accepted[position] + 1
-        return accept_length.compute_tau(np.array([total]), np.array([cycles]))
+        return accept_length.compute_chain_tau(self.count_accepted(row, embedding, head))
 
     @abstractmethod
     def generate_losses(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Iterator[Tensor]:
@@ -59,12 +62,8 @@ class OverfitRun(ABC):
     def count_accepted(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Sequence[int]:
         """Return the accepted drafts of a chain from each position of the answer, in order, by the trainer's forward."""
 
-    @abstractmethod
-    def build_engine_draft(self) -> tuple[nn.Module, dict[str, Any]]:
-        """Return the draft as a benchmark loads it, on the CPU in float32, and its config.json."""
-
-
-def build_overfit(name: str, params: schema.Params, target: TargetManifest, device: str) -> OverfitRun:
-    """Return a copy of e000, or the untrained draft of the segment `name`. Raises ValueError where it can't be built."""
-    facts = EAGLE3 if name == ROOT_CHECKPOINT else params.train_draft.checkpoints[name].family
-    return cast(OverfitRun, get_part(facts, "overfit", "build_overfit")(name, params, target, device))
+    def build_engine_draft(self) -> LoadedDraft:
+        """Return the draft as a benchmark loads it, on the CPU in float32."""
+        module = type(self.draft)(self.draft.config)
+        module.load_state_dict(self.draft.state_dict())
+        return replace(self.loaded, module=module)

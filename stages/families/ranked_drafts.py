@@ -10,16 +10,15 @@ Letters: L steps (EAGLE's chain, Medusa's heads), P supervised positions, V voca
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stages.draft import checkpoint, eagle3_checkpoint
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig
+from stages.families.draft_files import DraftFiles, LoadedDraft
 from stages.families.draft_training import DraftTraining
-from stages.families.family import DraftFiles, LoadedDraft
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.static_tree import StaticTree, select_best_branches
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params import schema
@@ -35,42 +34,10 @@ MAX_MEASURED_RANKS = 10  # guesses of a step whose accuracy is measured, as in M
 MAX_MEASURED_PACKS = 64
 
 
-class RankedFiles(DraftFiles):
-    """The files of a family with static trees."""
-
-    @abstractmethod
-    def list_shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor by name."""
-
-    @abstractmethod
-    def build_module(self, config: dict[str, Any], head: Tensor, logits_scale: float) -> nn.Module:
-        """Return a draft without weights; head [V, H] and the scale of its logits are the target's."""
-
-    def find_problem(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-        """Describe missing keys, wrong names or shapes of a draft, or return an empty string."""
-        try:
-            expected = self.list_shapes(config)
-        except KeyError as error:
-            return f"config.json lacks {error}"
-        return checkpoint.find_shape_problem(tensors, expected)
-
-    def read(self, folder: Path, made_by: str, target: TargetManifest, head: Tensor) -> LoadedDraft:
-        config, tensors = checkpoint.read_draft(folder, made_by, f"draft of {self.facts.name}", self.find_problem)
-        module = self.build_module(config, head, target.logits_scale)
-        module.load_state_dict(tensors)
-        return LoadedDraft(self.facts, module, config, target.feature_layers)
-
-    def write(self, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        checkpoint.write_draft(folder, config, tensors, self.find_problem)
-
-    def read_config(self, folder: Path, made_by: str) -> dict[str, Any]:
-        raise AssertionError(f"no server runs {self.facts.title}")
-
-
 class RankedTraining(DraftTraining):
     """The training of such a family."""
 
-    files: type[RankedFiles]
+    files: type[DraftFiles]
     # (draft, pack, embedding, head, steps, count) -> each step's `count` likeliest ids [P_k, count], given the row's own tokens
     predict_top_tokens: Callable[[Any, ttt.TrainingPack, Tensor, Tensor, int, int], list[Tensor]]
 
@@ -83,10 +50,6 @@ class RankedTraining(DraftTraining):
         self, config: dict[str, Any], head: Tensor, root: dict[str, Tensor], seed: int, scale: float
     ) -> nn.Module:
         """Return an untrained draft; `root` are the tensors of e000."""
-
-    @abstractmethod
-    def count_measured_steps(self, config: dict[str, Any], ttt_steps: int) -> int:
-        """Return how many steps of guesses can be measured."""
 
     def initialise(self, name: str, params: schema.Params, target: TargetManifest, head: Tensor) -> LoadedDraft:
         """The sizes and the vocabulary are those of e000."""
@@ -101,7 +64,7 @@ class RankedTraining(DraftTraining):
     ) -> dict[str, Any]:
         """Measure on one process how often each rank of each step is the row's own token."""
         settings, device = trainer.settings, trainer.ranks.device
-        num_steps = self.count_measured_steps(draft.config, settings.ttt_steps)
+        num_steps = draft.config.get("heads", settings.ttt_steps)  # of an EAGLE, the steps that EAGLE-3 trains
         embedding, head = trainer.training_step.tables
         module = self.files(self.facts).build_module(draft.config, head, 1.0)  # a scale moves no rank
         module.load_state_dict(weights)

@@ -58,7 +58,7 @@ def main(checkpoint_name: str, folder: str, outtype: str) -> None:
 def _choose_chain(params: schema.Params, checkpoint_name: str, config: dict[str, Any]) -> ServedDraft:
     """Return the draft with the chain that is tried. Raises ValueError where llama.cpp does not run it."""
     family = find_family(config)
-    num_steps = family.count_drafts(config["block_size"]) if family.is_block else STEPS
+    num_steps = family.find_depth(config) or STEPS
     shape = TreeShape(num_steps, 1, num_steps + 1)
     if reason := ENGINE.explain_unsupported(shape, config):
         raise ValueError(f"{checkpoint_name}: {reason}; llama.cpp takes EAGLE-3 and block drafts")

@@ -28,7 +28,7 @@ PROMPT_COLUMNS = ("id", "prompt_ids", "length_share")  # of a cell's fingerprint
 def read_draft_config(params: schema.Params, checkpoint_name: str) -> dict[str, Any]:
     """Return config.json of the draft, all of whose files are checked."""
     folder, maker = checkpoint.locate_checkpoint(checkpoint_name), params.get_making_stage(checkpoint_name)
-    return get_files(find_family(folder, maker)).read_config(folder, maker)
+    return get_files(find_family(folder, maker)).read_checked(folder, maker)[0]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stages.params.families import BUILTIN, FAMILIES, AnySegment, DraftFamily, Segment, find_builtin
+from stages.params.families import BUILTIN, BUILTINS, AnySegment, DraftFamily, Segment
 from stages.params.section import (
     ROOT_CHECKPOINT,
     Count,
@@ -234,14 +234,13 @@ class ImportedCheckpoint(Section):
 
     def list_conflicts(self) -> Iterator[str]:
         if self.model.startswith(BUILTIN) and self.builtin is None:
-            known = [f"{BUILTIN}{family.name}" for family in FAMILIES.values() if family.segment is None]
-            nearest = suggest_name(self.model, known)
-            yield f"model is {self.model}{nearest}, expected {' or '.join(known)}, or a published draft"
+            nearest = suggest_name(self.model, BUILTINS)
+            yield f"model is {self.model}{nearest}, expected {' or '.join(BUILTINS)}, or a published draft"
 
     @property
     def builtin(self) -> DraftFamily | None:
         """Return the family that has no weights; None of a published draft."""
-        return find_builtin(self.model)
+        return BUILTINS.get(self.model)
 
 
 class ImportDraft(Section):

@@ -1,16 +1,16 @@
 """The families of drafts: what each is called, how params.yaml describes it, which shapes it drafts, and which engines run it.
 
-FAMILIES has one entry for each. What reads, trains, replays and decodes its drafts is in stages/families/MODULE.py, so a new
-family is an entry here, a class of its keys, and a module there. The facts of an entry are inputs of the stages that run such
-drafts (stage_inputs.py); this file is not.
+FAMILIES has one entry for each. What reads, trains, replays and decodes its drafts is its object in stages/families/registry.py,
+so a new family is an entry here, with a class of its keys if it is trained, a module of stages/families, and a line there. The
+facts of an entry are inputs of the stages that run such drafts (stage_inputs.py); this file is not.
 """
 
 import functools
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -35,6 +35,7 @@ class Segment(Section):
 
     from_: Annotated[Name, Field(alias="from")]
     epochs: Count | None = None  # null: by the rows
+    of_training: ClassVar[set[str]] = {"method", "from_", "epochs", "horizon_epochs"}  # these are no sizes of a draft
     method: Literal["eagle3", "eagle"] = "eagle3"
     horizon_epochs: Count | None = None  # None: train_draft's, or its own end; filled in by TrainDraft
 
@@ -49,7 +50,7 @@ class Segment(Section):
     @property
     def sizes(self) -> dict[str, Any]:
         """Return the keys beside the method that a checkpoint has in common with the one it starts from."""
-        return self.model_dump(exclude={"method", "from_", "epochs", "horizon_epochs"})
+        return self.model_dump(exclude=self.of_training)
 
     @property
     def draft(self) -> "DraftKind":
@@ -69,6 +70,7 @@ class MedusaSegment(Segment):
 class BlockSegment(Segment):
     """A block draft (families/block/model.py), which starts from random weights with the sizes of e000's layer."""
 
+    of_training = Segment.of_training | {"anchors", "decay"}
     method: Literal["dflash", "dflash2", "dspark"]  # type: ignore[assignment]
     layers: Count
     block_size: Annotated[int, Field(ge=2)]  # rows of a block, B: dflash and dflash2 draft B - 1 tokens, dspark B
@@ -78,17 +80,17 @@ class BlockSegment(Segment):
     sliding_window: Count | None = None  # positions up to its own that a slot sees; None: all, later ones too
 
     @property
+    def family(self) -> "BlockFamily":
+        return BLOCKS[self.method]
+
+    @property
     def num_drafts(self) -> int:
         """Drafts of a block: the depth of its deepest trees."""
-        return self.family.count_drafts(self.block_size)
+        return self.block_size - self.family.first_slot
 
     @property
     def draft(self) -> "DraftKind":
-        return DraftKind(self.family, self.num_drafts)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"method", "from_", "epochs", "horizon_epochs", "anchors", "decay"})
+        return DraftKind(self.family, self.num_drafts, getattr(self, "selector_top_k", None))
 
 
 class DsparkSegment(BlockSegment):
@@ -103,74 +105,103 @@ class Dflash2Segment(BlockSegment):
     selector_rank: Count
     selector_top_k: Count  # candidates of a slot, and the most that a tree's topk may be
 
-    @property
-    def draft(self) -> "DraftKind":
-        return DraftKind(self.family, self.num_drafts, self.selector_top_k)
-
-
-DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # keys of a dflash2 segment
-
 
 @dataclass(frozen=True)
 class DraftFamily:
     """The facts of a family."""
 
+    is_block: ClassVar[bool] = (
+        False  # one forward drafts a block; engines then verify the chain of the whole block alone
+    )
     name: str  # `method` of a segment of train_draft.checkpoints, and of config.json where that has no architecture
     title: str  # as its authors write it
-    module: str  # of stages/families; {} stands for the part of a family that is a folder (families/family.py)
+    module: str  # of stages/families, whose code is an input; {} stands for the part of a family that is a folder
     segment: type[Segment] | None = None  # the keys of a segment; None: nothing is trained
     shapes: str = "t"  # first letters of the shapes that it drafts
     depth_of: str = "its guesses"  # what bounds the depth of a shape, in words
     architecture: str | None = None  # in config.json, by which SGLang and vLLM load the draft
     # SGLang's --speculative-algorithm; in lower case vLLM's; None: that of benchmark_served.servers
     algorithm: str | None = None
-    # of a block: the slot that predicts the first draft, 1 where slots predict themselves
-    first_slot: int | None = None
     is_replayed: bool = True  # by replay_trees; time_cycles and servers run it too
     has_root: bool = False  # e000 is one of its drafts, and the others start from it
     samples_drafts: bool = False  # its chains can be drawn, and verified by the ratio of both probabilities
+    measures_steps: bool = False  # its static trees are as deep as train_draft.ttt_steps
 
     @property
     def served_by(self) -> str | None:
         """Return the one engine that aerie starts with its own drafts of this family; None if there is none."""
         return next((name for name, engine in SERVED.items() if engine.own_families.get(self.name)), None)
 
-    @property
-    def is_block(self) -> bool:
-        """Return whether one forward drafts a block: engines then verify the chain of the whole block alone."""
-        return self.first_slot is not None
-
-    def count_drafts(self, block_size: int) -> int:
-        """Return the drafts of a block of that many slots."""
-        return block_size - (self.first_slot or 0)
+    def find_depth(self, config: Mapping[str, Any]) -> int | None:
+        """Return the drafts of a block by its config.json; None of other families."""
+        return None
 
     def list_facts(self) -> dict[str, Any]:
         """Return what may change a result, by name."""
-        return {key: value for key, value in vars(self).items() if key not in ("segment", "title", "depth_of")}
+        found = {key: value for key, value in asdict(self).items() if key not in ("segment", "title", "depth_of")}
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in found.items()
+        }  # as JSON has them
 
 
-def _block(name: str, title: str, segment: type[Segment], architecture: str, first_slot: int) -> DraftFamily:
-    return DraftFamily(
-        name, title, "block.{}", segment, depth_of="the {} drafts of a block", architecture=architecture,
-        algorithm=name.rstrip("2").upper(), first_slot=first_slot, samples_drafts=True,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class BlockLossWeights:
+    """The weights of the parts of a block draft's loss (families/block/loss.py)."""
+
+    ce: float = 1.0
+    l1: float = 0.0
+    confidence: float = 0.0
+    decay: float | None = 7.0  # None: every draft of a block weighs the same
+    selector: float = 0.0
+
+
+@dataclass(frozen=True)
+class BlockFamily(DraftFamily):
+    """The facts of a family of block drafts: layers of families/block/model.py, with labels, heads and a loss of its own."""
+
+    is_block = True
+    module: str = "block.{}"
+    segment: type[Segment] | None = BlockSegment
+    depth_of: str = "the {} drafts of a block"
+    samples_drafts: bool = True
+    first_slot: int = (
+        1  # the slot that predicts the first draft: 1 where slots predict themselves, 0 from the anchor on
+    )
+    own_sizes: tuple[str, ...] = ()  # keys of config.json, beside those of DFlash, which a segment may have too
+    published_as: tuple[str, ...] = ()  # in files of other projects: architectures, speculators_model_type
+    loss: BlockLossWeights = BlockLossWeights()
+
+    def find_depth(self, config: Mapping[str, Any]) -> int | None:
+        return int(config["block_size"]) - self.first_slot
 
 
 EAGLE3 = DraftFamily("eagle3", "EAGLE-3", "eagle3.{}", Segment, has_root=True)
-DFLASH = _block("dflash", "DFlash", BlockSegment, "DFlashDraftModel", 1)
-DFLASH2 = _block("dflash2", "DFlash2", Dflash2Segment, "DFlash2DraftModel", 1)
-DSPARK = _block("dspark", "DSpark", DsparkSegment, "Qwen3DSparkModel", 0)
+DFLASH = BlockFamily(
+    "dflash", "DFlash", architecture="DFlashDraftModel", algorithm="DFLASH", published_as=("DFlashSpeculator", "dflash")
+)  # decay as in SpecForge's recipes at block 16
+DFLASH2 = BlockFamily(
+    "dflash2", "DFlash2", segment=Dflash2Segment, architecture="DFlash2DraftModel", algorithm="DFLASH",
+    own_sizes=("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    published_as=("DFlash2Speculator", "dflash2"), loss=BlockLossWeights(selector=1.0),
+)  # fmt: skip
+DSPARK = BlockFamily(
+    "dspark", "DSpark", segment=DsparkSegment, architecture="Qwen3DSparkModel", algorithm="DSPARK", first_slot=0,
+    own_sizes=("markov_rank",), published_as=("DSparkDraftModel", "DSparkSpeculator", "dspark"),
+    loss=BlockLossWeights(ce=0.1, l1=0.9, confidence=1.0, decay=4.0),  # DeepSpec's at block 7
+)  # fmt: skip
 EAGLE = DraftFamily(
-    "eagle", "EAGLE", "eagle", Segment, shapes="ts", is_replayed=False,
+    "eagle", "EAGLE", "eagle", Segment, shapes="ts", is_replayed=False, measures_steps=True,
     depth_of="the {} steps whose guesses are measured (train_draft.ttt_steps)",
 )  # fmt: skip
 MEDUSA = DraftFamily("medusa", "Medusa", "medusa", MedusaSegment, "s", depth_of="its {} heads", is_replayed=False)
 NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False)
 LOOKAHEAD = DraftFamily("lookahead", "lookahead", "lookahead", shapes="l", is_replayed=False)
 FAMILIES = {f.name: f for f in (EAGLE3, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD)}
+ROOT_FAMILY = next(family for family in FAMILIES.values() if family.has_root)  # of e000
+BUILTINS = {f"{BUILTIN}{name}": family for name, family in FAMILIES.items() if family.segment is None}
 TRAINABLE = {name: family.segment for name, family in FAMILIES.items() if family.segment}
-BLOCKS = {name: family for name, family in FAMILIES.items() if family.is_block}
-BLOCK_TITLES = join_words([family.title for family in BLOCKS.values()])
+BLOCKS = {name: family for name, family in FAMILIES.items() if isinstance(family, BlockFamily)}
+BLOCK_TITLES = " or ".join(family.title for family in BLOCKS.values())
 ALGORITHMS = frozenset(family.algorithm for family in BLOCKS.values())
 
 
@@ -190,30 +221,20 @@ else:
 
 
 def find_family(config: Mapping[str, Any]) -> DraftFamily:
-    """Return the family of a draft by its config.json: EAGLE-3 where neither an architecture nor a method names another."""
+    """Return the family of a draft by its config.json: e000's where neither an architecture nor a method names another."""
     named = config.get("architectures") or ()
     by_name = {family.architecture: family for family in FAMILIES.values() if family.architecture}
     found = next((by_name[name] for name in named if name in by_name), None)
-    return found or FAMILIES.get(str(config.get("method")), EAGLE3)
-
-
-def find_builtin(model: str) -> DraftFamily | None:
-    """Return the family without weights that `model` of an imported checkpoint names; None where it names a published draft."""
-    family = FAMILIES.get(model.removeprefix(BUILTIN)) if model.startswith(BUILTIN) else None
-    return family if family is not None and family.segment is None else None
+    return found or FAMILIES.get(str(config.get("method")), ROOT_FAMILY)
 
 
 @dataclass(frozen=True)
 class DraftKind:
     """A draft's family, and what of its sizes decides which shapes it drafts."""
 
-    family: DraftFamily = EAGLE3
+    family: DraftFamily = ROOT_FAMILY
     depth: int | None = None  # of its deepest shape: drafts of a block, Medusa's heads, EAGLE's static trees; None: any
     most_topk: int | None = None  # None: any
-
-    @property
-    def name(self) -> str:
-        return self.family.name
 
     @property
     def title(self) -> str:
@@ -229,7 +250,7 @@ class DraftKind:
         if shape.letter not in self.family.shapes:
             drafted = " and ".join(SHAPES[letter] for letter in self.family.shapes)
             return f"{self.family.title} drafts {drafted}"
-        is_free = shape.letter == "t" and "s" in self.family.shapes  # EAGLE's dynamic trees need no measured accuracy
+        is_free = self.family.measures_steps and shape.letter == "t"  # dynamic trees need no measured accuracy
         if self.depth is not None and shape.num_steps > self.depth and not is_free:
             return f"it is deeper than {self.family.depth_of.format(self.depth)}"
         if self.most_topk is not None and shape.topk > self.most_topk:
@@ -239,14 +260,13 @@ class DraftKind:
     def explain_unserved(self, engine: str, shape: TreeShape) -> str | None:
         """Return why an engine can't run a shape with this draft; None if it can."""
         facts = SERVED[engine]
-        if explain := facts.own_families.get(self.name):
+        if explain := facts.own_families.get(self.family.name):
             return self.explain_ungrown(shape) or explain(shape)
         if not self.family.is_replayed:
             return f"aerie starts no {engine} with {self.family.title}: {self._explain_own_engines()}"
         if shape.letter != "t":
             return f"{engine} drafts {SHAPES['t']}"
-        whole = self.whole_block
-        if whole is None:
+        if not (whole := self.whole_block):
             return facts.explain_unserved(shape)
         if shape.topk > 1:
             return f"engines verify chains only of {self.title} drafts, this tree has topk {shape.topk}"
@@ -281,7 +301,7 @@ class DraftKind:
 
     def _explain_own_engines(self) -> str:
         """Return which engines run a family that is not replayed, in words."""
-        own = [facts.title for facts in SERVED.values() if self.name in facts.own_families]
+        own = [facts.title for facts in SERVED.values() if self.family.name in facts.own_families]
         if not own:
             return f"no serving engine runs {self.family.title} so"
         served = f"benchmark_served measures {self.family.served_by}'s, of n3_3_8 say (docs/serving.md)"

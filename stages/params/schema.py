@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,7 +20,7 @@ from stages.params.benchmark_sections import Benchmark, BenchmarkServed, Workloa
 from stages.params.cell_trees import LeftOutTree, list_idle_checkpoints, list_left_out_trees
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.families import BLOCK_TITLES, EAGLE, SEGMENT_TAG, TRAINABLE, DraftKind
+from stages.params.families import BLOCK_TITLES, SEGMENT_TAG, TRAINABLE, DraftKind
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import (
@@ -217,7 +218,7 @@ class Params(Section):
         """Return what is known of each checkpoint's draft; nothing of published ones, whose files say it."""
         known: dict[str, DraftKind] = {name: DraftKind() for name in self.init_draft.checkpoints}
         known |= {name: segment.draft for name, segment in self.train_draft.checkpoints.items()}
-        known |= {name: DraftKind(EAGLE, self.train_draft.ttt_steps) for name in known if known[name].family is EAGLE}
+        known |= {n: replace(x, depth=self.train_draft.ttt_steps) for n, x in known.items() if x.family.measures_steps}
         imported = self.import_draft.checkpoints.items()
         return known | {name: DraftKind(source.builtin) for name, source in imported if source.builtin}
 

@@ -339,7 +339,7 @@ def _list_paths(key: str, value: Any) -> Iterator[Path]:
 
 
 def list_family_modules(stage: str, families: Collection[DraftFamily]) -> set[str]:
-    """Return the modules of the families that a stage imports by name (stages/families/family.py)."""
+    """Return the modules of the families that a stage imports by name (stages/families/registry.py)."""
     parts = FAMILY_PARTS.get(stage, ())
     return {
         f"stages/families/{family.module.format(part).replace('.', '/')}.py" for family in families for part in parts

@@ -39,7 +39,7 @@ def count_block_flop(c: BlockDraftConfig, reads_target: bool) -> BlockCounts:
     """
     h, queries, keys = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     row = 2 * h * queries + 2 * h * keys + 3 * h * c.intermediate_size  # weights of a layer that a block row meets
-    if c.method == "dflash2":  # the kernels of both convolutions
+    if c.conv_group_size:  # the kernels of both convolutions
         row += 2 * h * (2 * c.conv_kernel_size * h // c.conv_group_size)
     logits, markov, selector = c.vocab_size * h, c.vocab_size * c.markov_rank, c.selector_rank * h
     confidence = (h + c.markov_rank * c.confidence_head_with_markov) * c.confidence_head

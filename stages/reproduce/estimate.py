@@ -19,17 +19,16 @@ from pathlib import Path
 import torch
 
 from stages import init_draft
-from stages.draft import eagle3_checkpoint
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig
 from stages.families.block import training as block_training_start
-from stages.families.block.config import list_block_tensor_shapes
+from stages.families.block.files import list_block_tensor_shapes
 from stages.families.block.model import BlockDraftConfig
-from stages.families.block.objective import OBJECTIVES
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.draft_sections import MOST_BATCH_TOKENS
-from stages.params.families import BlockSegment
+from stages.params.families import ROOT_FAMILY, BlockSegment
 from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes
 from stages.reproduce import data_size
@@ -347,10 +346,10 @@ class _Run:
                 blocks = min(segment.anchors / (training.batch_tokens or MOST_BATCH_TOKENS), 1)
                 seen = self.length / 2 + segment.block_size  # keys of a row, on average
                 work = BlockCounts(1, blocks, blocks * segment.num_drafts, blocks * segment.block_size * seen)
-                flop = count_block_flop(config, reads_target=bool(OBJECTIVES[segment.method].l1)).dot(work)
+                flop = count_block_flop(config, reads_target=bool(segment.family.loss.l1)).dot(work)
             else:
                 flop = compute_train_flop(self.target.manifest, self.draft, training.ttt_steps)
-            share = TRAINING_SHARES.get(segment.method, TRAINING_SHARES["eagle3"])
+            share = TRAINING_SHARES.get(segment.method, TRAINING_SHARES[ROOT_FAMILY.name])
             second = flop / share + online / EXTRACTING_SHARES[self.p.extract_hiddens.compile]
             seconds = epochs * tokens * second / PEAK_FLOPS / USED_SHARES[gpus > 1]
             derivation = f"{epochs} epochs * {tokens:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}"

@@ -11,8 +11,8 @@ from pathlib import Path
 from stages.runtime.digests import KeptDigests, digest_code
 
 CODE = "stages"
-# What changes no result: the checks of params.yaml, whose values are tracked, and what runs, logs and watches a stage.
-NOT_TRACKED = ("stages/params/", "stages/runtime/", "stages/telemetry/")
+# What changes no result: checks of params.yaml, what runs, logs and watches a stage, the table of families (listed by name).
+NOT_TRACKED = ("stages/params/", "stages/runtime/", "stages/telemetry/", "stages/families/registry.py")
 TRACKED = {  # what these rooms hold that computes
     "stages/params/tree_shape.py",
     "stages/runtime/distributed.py",

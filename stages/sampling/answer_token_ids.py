@@ -15,9 +15,8 @@ class SampledAnswer:
     prompt_ids: list[int]
     answer_ids: list[int]
     finish_reason: str
-    source: (
-        str  # of the ids: exact (this process), template (the data), server, or "text, as many" or "text, unchecked"
-    )
+    # Of the ids: exact (this process), template (the data), server, or "text, as many" or "text, unchecked".
+    source: str
 
 
 def check_served_prompt(

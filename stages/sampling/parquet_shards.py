@@ -30,9 +30,8 @@ class ParquetShardWriter:
         self.folder, self.total, self.size, self.schema = folder, total, size, schema
         self.num_shards = max(1, -(-total // size))  # a table without rows is one shard without rows
         self.counts: Counter[str] = Counter()  # over all positions that are set, by this run and earlier ones
-        self._unfinished: dict[
-            int, dict[int, SampledRow | None]
-        ] = {}  # shard -> position -> row, None for a dropped one
+        # Shard -> position -> row, None for a dropped one.
+        self._unfinished: dict[int, dict[int, SampledRow | None]] = {}
         self._shard_counts: dict[int, Counter[str]] = {}
         self._journals: dict[int, Journal] = {}
         self._oldest = 0

@@ -22,7 +22,7 @@ from torch.nn import Module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from stages.target import foreign_files
-from stages.target.layer_state import build_layer_masks, read_sliding_window
+from stages.target.config_facts import build_layer_masks, read_sliding_window
 from stages.target.loading import read_model, select_auto_class
 
 TOKENS, SHORT_WINDOW = 8, 4

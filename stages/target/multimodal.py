@@ -8,11 +8,13 @@ Letters: T tokens of one document, N tokens of several documents end to end, P p
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,13 @@ class MultimodalInputs:
     image_grid_thw: Tensor | None  # [I, 3]
 
 
-def is_multimodal(model: PreTrainedModel) -> bool:
+def is_multimodal(model: "PreTrainedModel") -> bool:
     """Return whether this target takes pixels and positions on three axes."""
     return hasattr(model.base_model, "get_rope_index")
 
 
 def build_multimodal_inputs(
-    model: PreTrainedModel, names: Sequence[str], documents: Sequence[Tensor], images: Sequence[ImagePatches | None]
+    model: "PreTrainedModel", names: Sequence[str], documents: Sequence[Tensor], images: Sequence[ImagePatches | None]
 ) -> MultimodalInputs:
     """Return the inputs of documents, ids [T] on the CPU each, with the patches of each one's images.
 
@@ -72,7 +74,7 @@ def build_multimodal_inputs(
     )
 
 
-def build_pixel_kwargs(model: PreTrainedModel, inputs: MultimodalInputs) -> dict[str, Tensor]:
+def build_pixel_kwargs(model: "PreTrainedModel", inputs: MultimodalInputs) -> dict[str, Tensor]:
     """Return the images as keyword arguments of the model's forward, on its device."""
     if inputs.pixel_values is None or inputs.image_grid_thw is None:
         return {}

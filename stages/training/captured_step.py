@@ -15,13 +15,8 @@ from torch import Tensor, nn
 from stages.training.packed_rows import SupervisedPack
 
 RUNS_BEFORE_CAPTURE = 2  # rare sizes, such as an epoch's last, are not worth a capture
-OF_TOKENS = {
-    "ids",
-    "features",
-    "last",
-    "row_index",
-    "position",
-}  # fields of a pack whose length is its number of tokens
+# Fields of a pack whose length is its number of tokens.
+OF_TOKENS = {"ids", "features", "last", "row_index", "position"}
 
 # The pack, and the supervised positions [L] of the step -> loss, its sum for each step [L], argmax matches [L, P]
 RunPack = Callable[[SupervisedPack, Tensor], tuple[Tensor, Tensor, Tensor]]

@@ -93,9 +93,8 @@ class _ChunkedLoss(torch.autograd.Function):
             del target_logits
             chunk_states = states[state]  # [R, H]
             target_token = target_argmax[label]
-            scale = (
-                state_weights[state] * t2d[target_token]
-            )  # 0 where the target's token is not in the draft vocabulary
+            # 0 where the target's token is not in the draft vocabulary.
+            scale = state_weights[state] * t2d[target_token]
             pair_loss, gradient, draft_id = _compute_pair_loss(chunk_states @ weight.T, probs, mass, label, scale, loss)
             losses[state] = pair_loss * t2d[target_token]
             matches[state] = draft_id + d2t[draft_id] == target_token

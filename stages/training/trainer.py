@@ -258,9 +258,8 @@ class Trainer:
         weights = {name: t.to(self.dtype) for name, t in exact.items()}
         frozen = {name: _gather_to_cpu(t) for name, t in self.draft.state_dict().items() if name not in exact}
         weights |= {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in frozen.items()}
-        if problem := checkpoint.find_nonfinite_values(
-            weights | state
-        ):  # the last step's loss is of the weights before it
+        # The last step's loss is of the weights before it.
+        if problem := checkpoint.find_nonfinite_values(weights | state):
             raise ValueError(
                 f"train_draft diverged by step {self.step} (epoch {self.epoch}): {problem}. They were not written; lower "
                 "train_draft.muon_learning_rate, learning_rate or grad_clip. Whole epochs before this one are kept in .scratch"

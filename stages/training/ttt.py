@@ -142,9 +142,8 @@ class TrainingPack(SupervisedPack):
     def from_rows(cls, rows: Sequence[PackRow], num_steps: int, loss_mask: str, pinned: bool = False) -> "TrainingPack":
         """Build a pack on the CPU, in pinned memory for a GPU."""
         packed = PackedRows.concatenate(rows, pinned)
-        supervised = build_supervision_mask(
-            torch.cat([r.mask for r in rows]), packed.row_index, num_steps, loss_mask
-        )  # [L, T]
+        # [L, T]
+        supervised = build_supervision_mask(torch.cat([r.mask for r in rows]), packed.row_index, num_steps, loss_mask)
         # Sorted by their last supervised step, the queries of every step are a prefix of all queries.
         num_unrolled = (supervised * torch.arange(1, num_steps + 1)[:, None]).amax(0)  # [T]
         query_tokens = torch.sort(num_unrolled, descending=True, stable=True).indices[: int((num_unrolled > 0).sum())]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.draft import eagle3_checkpoint
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.target.manifest import TargetManifest
 
 H, HEADS, KV, E, M, V, D, LAYERS = 8, 4, 2, 4, 20, 30, 5, 36

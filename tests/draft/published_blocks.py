@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stages.families.block.model import BlockDraft
-from stages.params.families import DFLASH2_SIZES
+from stages.params.families import DFLASH2
 
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -52,7 +52,7 @@ def z_lab(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
 
 
 def dflash2_sizes(draft: BlockDraft) -> Config:
-    return {name: getattr(draft.config, name) for name in DFLASH2_SIZES}
+    return {name: getattr(draft.config, name) for name in DFLASH2.own_sizes}
 
 
 def embedded_codebooks(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:

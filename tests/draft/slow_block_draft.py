@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from stages.families.block.config import EVERYTHING, BlockDraftConfig, Sight
-from stages.families.block.loss import BlockLossWeights
 from stages.families.block.model import BlockDraft
+from stages.params.families import BlockLossWeights
 
 CONFIG = BlockDraftConfig(
     hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -179,7 +179,6 @@ class DraftLoss(NamedTuple):
 
     weight: float
     loss: Tensor
-    acceptance: Tensor  # alpha
     is_match: bool  # the most probable token is the label
 
 
@@ -210,7 +209,7 @@ def block_losses(
             loss = loss - objective.selector * log_select(draft, of_draft, states[1 + d], previous[d], ids[t])
             is_match = int(selected[d].argmax()) == ids[t]
         weight = 1.0 if objective.decay is None else math.exp(-d / objective.decay)
-        losses.append(DraftLoss(weight, loss, alpha, is_match))
+        losses.append(DraftLoss(weight, loss, is_match))
     return losses
 
 

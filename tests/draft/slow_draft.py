@@ -11,8 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from stages.draft.eagle3 import Eagle3Draft
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 
 CONFIG = DraftConfig(
     hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=23,

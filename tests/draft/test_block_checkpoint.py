@@ -9,12 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from stages.draft.checkpoint import read_draft, write_draft
-from stages.families.block.config import (
-    build_block_config,
-    find_block_draft_problem,
-    list_block_tensor_shapes,
-    parse_block_config,
-)
+from stages.families.block.config import BlockDraftConfig, build_block_config, parse_block_config
+from stages.families.block.files import find_block_draft_problem
 from stages.families.block.model import BlockDraft
 from stages.params.families import EAGLE3, FAMILIES, find_family
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
@@ -35,6 +31,31 @@ PUBLISHED = """
 """
 
 
+def list_engine_shapes(c: BlockDraftConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that SGLang and vLLM load, without embedding and head, which are the target's."""
+    h, m, e, v, r = c.hidden_size, c.intermediate_size, c.head_dim, c.vocab_size, c.markov_rank
+    q, kv, taps = e * c.num_attention_heads, e * c.num_key_value_heads, c.conv_kernel_size
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,),
+        "self_attn.q_proj.weight": (q, h), "self_attn.k_proj.weight": (kv, h), "self_attn.v_proj.weight": (kv, h),
+        "self_attn.o_proj.weight": (h, q), "self_attn.q_norm.weight": (e,), "self_attn.k_norm.weight": (e,),
+        "mlp.gate_proj.weight": (m, h), "mlp.up_proj.weight": (m, h), "mlp.down_proj.weight": (h, m),
+    }  # fmt: skip
+    for name in ("attention_conv", "mlp_conv") if taps else ():
+        kernels = 2 * taps * h // c.conv_group_size
+        layer |= {f"{name}.base_kernel": (2, taps, h), f"{name}.kernel_projection.weight": (kernels, h)}
+    shapes = {"fc.weight": (h, len(c.feature_layers) * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
+    shapes |= {f"layers.{i}.{name}": shape for i in range(c.num_hidden_layers) for name, shape in layer.items()}
+    if rank := c.selector_rank:
+        shapes |= {f"candidate_selector.{side}_codebook": (v, rank) for side in ("predecessor", "successor")}
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, h)
+    shapes |= {f"markov_head.markov_w{i}.weight": (v, r) for i in (1, 2) if r}
+    if c.confidence_head:
+        num_inputs = h + (r if c.confidence_head_with_markov else 0)
+        shapes |= {"confidence_head.proj.weight": (1, num_inputs), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
 def make(method: str) -> tuple[BlockDraft, dict[str, Any], dict[str, torch.Tensor]]:
     draft = random_block_draft(1, dtype=torch.float32, **METHOD_OPTIONS[method])[0]
     return draft, build_block_config(draft.config, 8), dict(draft.state_dict())
@@ -45,7 +66,7 @@ def test_a_draft_is_read_as_written(method: str, tmp_path: Path) -> None:
     draft, config, tensors = make(method)
     write_draft(tmp_path, config, tensors, find_block_draft_problem)
     shapes = {name: tuple(t.shape) for name, t in load_file(tmp_path / "draft" / "model.safetensors").items()}
-    assert shapes == list_block_tensor_shapes(draft.config)  # the module's own names are the list's
+    assert shapes == list_engine_shapes(draft.config)
     found_config, found = read_draft(tmp_path, "train_draft", "block draft", find_block_draft_problem)
     loaded = BlockDraft(parse_block_config(found_config))
     loaded.load_state_dict(found)

@@ -10,8 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stages.draft import checkpoint, eagle3_checkpoint
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft import checkpoint
+from stages.draft.eagle3 import DraftConfig
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.runtime import atomic
 
 H, HEADS, KV_HEADS, HEAD_DIM, M, V, D = 8, 4, 2, 6, 20, 30, 5  # HEADS * HEAD_DIM is not H, as in Qwen3

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from torch import Tensor
 
 from stages.draft.published_files import PublishedDraft
-from stages.families.block import published
+from stages.families.block import files as published
 from stages.families.block.config import Sight, parse_block_config
 from stages.families.block.model import BlockContext, BlockDraft
 from stages.target.manifest import TargetManifest
@@ -206,9 +206,6 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
         "dflash", SP, {"draft_vocab_size": 5}, lambda t: t.update({"d2t": torch.zeros(5).long(), "lm_head.weight": HIDDEN[:5]}),
         "draft_vocab_size is 5, expected the target's 23: a block draft shares the target's head"),
     # Sizes and tensors
-    "a wider block than was trained": (
-        "dflash", SP, {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}}, keep,
-        "speculative_tokens is 4, expected at most 3, the drafts of a block of 4 of the method dflash"),
     "RoPE on three axes": (
         "dflash", ZLAB, {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, keep,
         "expected RoPE on one axis"),

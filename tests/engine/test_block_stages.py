@@ -10,7 +10,8 @@ from stages import benchmark, prepare_prompts, time_cycles
 from stages.cells import timing_grid
 from stages.cells.table import TableLine
 from stages.draft import checkpoint
-from stages.families.block.config import build_block_config, find_block_draft_problem
+from stages.families.block.config import build_block_config
+from stages.families.block.files import find_block_draft_problem
 from stages.families.block.model import BlockDraft
 from stages.params import schema
 from stages.target import manifest

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3NextConfig
 
-from stages.draft.eagle3 import Eagle3Draft
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.decode import Engine
 from stages.engine.sampling import SamplingParams, draw_tokens, draw_uniforms
 from stages.engine.target_runner import TargetRunner

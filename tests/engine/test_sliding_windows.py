@@ -10,8 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stages.draft.eagle3 import Eagle3Draft
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest
 from stages.params.tree_shape import TreeShape

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest
 from stages.engine.sampling import SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig
 from stages.families.eagle import EagleDraft, EagleMethod, compute_loss, predict_top_tokens
 from stages.families.lookahead import LookaheadMethod
 from stages.families.medusa import MedusaDraft, MedusaMethod

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stages.families.block import objective as block_training
 from stages.families.block.model import BlockDraft, BlockDraftConfig
-from stages.families.block.objective import OBJECTIVES, BlockTrainingObjective
+from stages.families.block.objective import BlockTrainingObjective
+from stages.params.families import BLOCKS
 from stages.reproduce.block_flop import BlockCounts, count_block_flop
 from stages.training.packed_rows import PackIndex
 
@@ -34,7 +35,7 @@ def config(method: str, **sizes: int) -> BlockDraftConfig:
 @pytest.mark.parametrize(("method", "rank"), [("dflash", 0), ("dflash2", 0), ("dspark", 6)])
 def test_the_count_is_what_torch_counts(method: str, rank: int) -> None:
     c = config(method, markov_rank=rank)
-    draft, objective = BlockDraft(c), BlockTrainingObjective(c.num_drafts, 9, 1, OBJECTIVES[method])
+    draft, objective = BlockDraft(c), BlockTrainingObjective(c.num_drafts, 9, 1, BLOCKS[method].loss)
     draw = torch.Generator().manual_seed(0)
     rows = [
         SimpleNamespace(

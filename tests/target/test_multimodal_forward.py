@@ -11,8 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 
 from stages.draft import supported_targets
-from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft, MultimodalFeatures
 from stages.hidden_states import format
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers

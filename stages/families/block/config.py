@@ -2,7 +2,7 @@
 
     dflash   architectures ["DFlashDraftModel"]     ids and mask token under dflash_config
     dflash2  architectures ["DFlash2DraftModel"]    the sizes of convolutions and selector there too; SGLang from 0.5.23 on
-    dspark   architectures ["Qwen3DSparkModel"]     the same, and on top: SGLang builds DSpark's heads from top-level keys alone
+    dspark   architectures ["Qwen3DSparkModel"]     ids and mask token also on top, from which alone SGLang builds DSpark's heads
 
 SGLang skips unknown tensor names, and neither engine misses absent ones: random weights remain, and few draft tokens are
 accepted. So names and shapes are compared with a list on every write and read. Keys that would make an engine run another model
@@ -20,12 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from stages.draft import rotary
-from stages.draft.checkpoint import find_shape_problem
 from stages.draft.config_types import check_types
-from stages.params.families import BLOCKS, DFLASH2_SIZES, find_family
+from stages.params.families import BLOCKS, BlockFamily, find_family
 from stages.target import feature_layers
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
@@ -33,6 +29,7 @@ SIZE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "block_size",
 )  # fmt: skip
+OWN_SIZES = tuple(key for family in BLOCKS.values() for key in family.own_sizes)  # each of some families alone
 
 
 class Sight(NamedTuple):
@@ -63,10 +60,11 @@ class BlockDraftConfig:
     block_size: int  # B
     mask_token_id: int
     feature_layers: tuple[int, ...]  # the residual stream entering block i of the target, strictly increasing
-    markov_rank: int = 0  # r; dspark alone
-    confidence_head: bool = False  # dspark alone
+    confidence_head: bool = False
     confidence_head_with_markov: bool = True  # the confidence head reads the Markov embedding too
-    conv_kernel_size: int = 0  # taps of the convolutions around attention and MLP; this and the following dflash2 alone
+    # OWN_SIZES, 0 where the family has none of the kind
+    markov_rank: int = 0  # r
+    conv_kernel_size: int = 0  # taps of the convolutions around attention and MLP
     conv_group_size: int = 0  # channels that share a dynamic kernel
     selector_rank: int = 0  # r of the candidate selector
     selector_top_k: int = 0  # candidates of a slot
@@ -81,23 +79,21 @@ class BlockDraftConfig:
         return self.sights or (EVERYTHING,) * self.num_hidden_layers
 
     @property
-    def first_slot(self) -> int:
-        """The slot that predicts the first draft."""
-        return BLOCKS[self.method].first_slot or 0
+    def family(self) -> BlockFamily:
+        return BLOCKS[self.method]
 
     @property
     def num_drafts(self) -> int:
         """Return the number of draft tokens of a block, D."""
-        return BLOCKS[self.method].count_drafts(self.block_size)
+        return self.block_size - self.family.first_slot
 
     def check(self) -> None:
         """Raise ValueError for a config that can't be built or that an engine would misread."""
         if self.method not in BLOCKS:
             raise ValueError(f"method is {self.method!r}, expected one of {', '.join(BLOCKS)}")
         if self.num_drafts < 1:
-            raise ValueError(
-                f"block_size is {self.block_size}, expected at least {1 + self.first_slot} for {self.method}: raise it"
-            )
+            least = 1 + self.family.first_slot
+            raise ValueError(f"block_size is {self.block_size}, expected at least {least} for {self.method}: raise it")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"mask_token_id is {self.mask_token_id}, expected a row of the target's embedding, 0 to "
@@ -113,37 +109,32 @@ class BlockDraftConfig:
                 f"feature_layers are {layers}, expected layers from 1 on, strictly increasing: engines capture features in "
                 "the target's order, and name them by the layer before, of which layer 0 has none"
             )
-        if self.method != "dspark" and (self.markov_rank or self.confidence_head):
-            raise ValueError(
-                "markov_rank and confidence_head belong to dspark: leave them out, or set method to dspark"
-            )
-        self._check_convolutions_and_selector()
+        self._check_own_sizes()
         self._check_sights()
-        if self.method == "dspark" and self.markov_rank < 1:
-            raise ValueError(f"markov_rank is {self.markov_rank}, expected 1 or more for dspark: SGLang refuses others")
 
-    def _check_sights(self) -> None:
-        windows = {sight.window for sight in self.sights if sight.window is not None}
-        if len(self.layer_sights) != self.num_hidden_layers or len(windows) > 1 or min(windows, default=1) < 1:
-            raise ValueError(
-                f"layers see {list(self.sights)}, expected {self.num_hidden_layers} of them, and one sliding window of 1 or more"
-            )
-
-    def _check_convolutions_and_selector(self) -> None:
-        sizes = {name: getattr(self, name) for name in DFLASH2_SIZES}
-        if self.method != "dflash2":
-            if any(sizes.values()):
-                raise ValueError(f"{', '.join(sizes)} belong to dflash2: leave them out, or set method to dflash2")
-            return
-        if sizes[smallest := min(sizes, key=sizes.__getitem__)] < 1:
-            raise ValueError(f"{smallest} is {sizes[smallest]}, expected 1 or more for dflash2")
-        if self.hidden_size % self.conv_group_size:
+    def _check_own_sizes(self) -> None:
+        for key in OWN_SIZES:
+            size, is_own = getattr(self, key), key in self.family.own_sizes
+            if is_own and size < 1:
+                raise ValueError(f"{key} is {size}, expected 1 or more for {self.method}: engines refuse others")
+            if size and not is_own:
+                raise ValueError(f"{key} is {size}, expected none for {self.method}: leave it out, or name its method")
+        if self.confidence_head and not self.family.loss.confidence:
+            raise ValueError(f"the draft has a confidence head, which {self.method} does not train: leave it out")
+        if self.conv_group_size and self.hidden_size % self.conv_group_size:
             raise ValueError(
                 f"conv_group_size is {self.conv_group_size}, expected a divisor of the hidden size {self.hidden_size}"
             )
         if self.selector_top_k > self.vocab_size:
             raise ValueError(
                 f"selector_top_k is {self.selector_top_k}, expected at most the {self.vocab_size} tokens of the vocabulary"
+            )
+
+    def _check_sights(self) -> None:
+        windows = {sight.window for sight in self.sights if sight.window is not None}
+        if len(self.layer_sights) != self.num_hidden_layers or len(windows) > 1 or min(windows, default=1) < 1:
+            raise ValueError(
+                f"layers see {list(self.sights)}, expected {self.num_hidden_layers} of them, and one sliding window of 1 or more"
             )
 
 
@@ -153,8 +144,9 @@ def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str =
     rope = c.rope
     is_default_rope = rope.get("rope_type", "default") == "default"
     shared = {"mask_token_id": c.mask_token_id, "target_layer_ids": feature_layers.to_after_layer_ids(c.feature_layers)}
+    own = {key: getattr(c, key) for key in c.family.own_sizes}
     config = {
-        "architectures": [BLOCKS[c.method].architecture],
+        "architectures": [c.family.architecture],
         "model_type": "qwen3",
         **{key: getattr(c, key) for key in SIZE_KEYS},
         "hidden_act": "silu",
@@ -166,17 +158,15 @@ def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str =
         **_write_sights(c.layer_sights),
         "num_target_layers": num_target_layers,
         "dtype": dtype,
-        "dflash_config": shared,
+        "dflash_config": shared if c.markov_rank else shared | own,
     }
-    if c.method == "dflash2":
-        config["dflash_config"] = shared | {key: getattr(c, key) for key in DFLASH2_SIZES}
-    if c.method == "dspark":
-        config |= shared | {
-            "markov_rank": c.markov_rank,
+    if c.markov_rank:
+        config |= shared | own
+        config |= {
             "markov_head_type": "vanilla",
             "enable_confidence_head": c.confidence_head,
             "confidence_head_with_markov": c.confidence_head_with_markov,
-            "sample_from_anchor": True,
+            "sample_from_anchor": c.family.first_slot == 0,
         }
     parse_block_config(config)
     return config
@@ -225,12 +215,11 @@ def parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
 
 
 def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
-    method = find_family(config)
-    if not method.is_block or config["architectures"] != [method.architecture]:
+    family = find_family(config)
+    if not isinstance(family, BlockFamily) or config["architectures"] != [family.architecture]:
         known = ", ".join(str(each.architecture) for each in BLOCKS.values())
         raise ValueError(f"architectures is {config['architectures']}, expected one of {known}")
     nested, num_layers = config["dflash_config"], config["num_hidden_layers"]
-    dspark = method.name == "dspark"
     expected = {  # what this code runs, and absent keys mean
         "model_type": "qwen3",
         "hidden_act": "silu",
@@ -239,7 +228,7 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
         "markov_head_type": "vanilla",
         "output_multiplier": 1.0,
         "final_logit_softcapping": None,
-        "sample_from_anchor": dspark,
+        "sample_from_anchor": family.first_slot == 0,
         "mask_token_id": nested["mask_token_id"],
         "target_layer_ids": nested["target_layer_ids"],
     }
@@ -251,18 +240,17 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
         raise ValueError(
             "dflash_config has causal or use_swa, expected is_causal and layer_types, which all engines read"
         )
-    sights = read_sights(config, num_layers)
+    sights, sizes = read_sights(config, num_layers), config | nested
     parsed = BlockDraftConfig(
         **{key: config[key] for key in SIZE_KEYS},
         rope=config["rope_parameters"],
-        method=method.name,
+        method=family.name,
         mask_token_id=nested["mask_token_id"],
         feature_layers=tuple(feature_layers.to_entering_ids(nested["target_layer_ids"])),
-        markov_rank=config["markov_rank"] if dspark else config.get("markov_rank", 0),
         confidence_head=config.get("enable_confidence_head", False),
         confidence_head_with_markov=config.get("confidence_head_with_markov", True),
         sights=sights,
-        **{key: nested[key] if method.name == "dflash2" else nested.get(key, 0) for key in DFLASH2_SIZES},
+        **{key: sizes[key] if key in family.own_sizes else sizes.get(key, 0) for key in OWN_SIZES},
     )
     parsed.check()
     if (last := nested["target_layer_ids"][-1]) > config["num_target_layers"] - 2:
@@ -271,51 +259,3 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
             f"target's last layer (in config.json target_layer_ids end with {last})"
         )
     return parsed
-
-
-def list_block_tensor_shapes(c: BlockDraftConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a block draft, by name; embedding and head are the target's and not written."""
-    h, m, e, r = c.hidden_size, c.intermediate_size, c.head_dim, c.markov_rank
-    q, kv = e * c.num_attention_heads, e * c.num_key_value_heads
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (h,),
-        "post_attention_layernorm": (h,),
-        "self_attn.q_proj": (q, h),
-        "self_attn.k_proj": (kv, h),
-        "self_attn.v_proj": (kv, h),
-        "self_attn.o_proj": (h, q),
-        "self_attn.q_norm": (e,),
-        "self_attn.k_norm": (e,),
-        "mlp.gate_proj": (m, h),
-        "mlp.up_proj": (m, h),
-        "mlp.down_proj": (h, m),
-    }
-    if c.method == "dflash2":
-        taps = c.conv_kernel_size
-        for name in ("attention_conv", "mlp_conv"):
-            kernels = 2 * taps * h // c.conv_group_size
-            layer |= {f"{name}.base_kernel": (2, taps, h), f"{name}.kernel_projection": (kernels, h)}
-    shapes = {"fc.weight": (h, len(c.feature_layers) * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
-    for i in range(c.num_hidden_layers):
-        names = {name: name if name.endswith("base_kernel") else f"{name}.weight" for name in layer}
-        shapes |= {f"layers.{i}.{names[name]}": shape for name, shape in layer.items()}
-    if c.selector_rank:
-        codebook = c.vocab_size, c.selector_rank
-        shapes |= {f"candidate_selector.{side}_codebook": codebook for side in ("predecessor", "successor")}
-        shapes["candidate_selector.hidden_projection.weight"] = (c.selector_rank, h)
-    if r:
-        shapes |= {f"markov_head.markov_w{i}.weight": (c.vocab_size, r) for i in (1, 2)}
-    if c.confidence_head:
-        num_inputs = h + (r if c.confidence_head_with_markov else 0)
-        shapes |= {"confidence_head.proj.weight": (1, num_inputs), "confidence_head.proj.bias": (1,)}
-    return shapes
-
-
-def find_block_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Describe wrong keys, names or shapes of a block draft, or return an empty string."""
-    try:
-        parsed = parse_block_config(config)
-        rotary.check_rope(parsed.rope, parsed.head_dim)
-    except ValueError as error:
-        return str(error)
-    return find_shape_problem(tensors, list_block_tensor_shapes(parsed))

@@ -15,7 +15,6 @@ E head width, K feature layers, H hidden, D drafts of a block, S num_steps, V vo
 from collections.abc import Sequence
 
 from torch import Tensor, arange, cat, stack
-from transformers import PreTrainedModel
 
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
@@ -23,7 +22,7 @@ from stages.engine.sampling import draw_tokens
 from stages.families.block.expansion import check_block_tree
 from stages.families.block.kernels import FusedBlockExpansion
 from stages.families.block.model import BlockContext, BlockDraft
-from stages.families.family import LoadedDraft
+from stages.families.draft_files import LoadedDraft
 from stages.params.tree_shape import TreeShape
 from stages.target.token_probabilities import compute_probabilities
 from stages.trees import draft_tree as trees
@@ -35,7 +34,8 @@ class BlockDrafter(Drafter):
     def __init__(
         self,
         draft: BlockDraft,
-        model: PreTrainedModel,
+        embedding: Tensor,  # [V, H] the target's
+        head: Tensor,  # [V, H] the target's
         feature_layers: Sequence[int],
         tree_scoring: str,  # a key of draft_tree.TREE_SCORINGS
     ):
@@ -44,8 +44,7 @@ class BlockDrafter(Drafter):
         self.module, self.feature_width = draft, draft.fc.in_features
         self.cache_heads = config.num_hidden_layers * config.num_key_value_heads  # the layers' side by side
         self.cache_head_dim = config.head_dim
-        self.embedding = model.get_input_embeddings().weight  # [V, H]
-        self.head = model.get_output_embeddings().weight  # [V, H]
+        self.embedding, self.head = embedding, head
         self.expansion = FusedBlockExpansion(draft, self.head.device)
 
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> "BlockMethod":
@@ -92,8 +91,6 @@ class BlockMethod(DraftingMethod):
             )
         self.drafter, self.tree, self.draft_temperature = drafter, tree, draft_temperature
         self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens
-        self.weight_bytes = sum(x.nbytes for x in drafter.draft.state_dict().values())
-        self.num_parameters = sum(x.numel() for x in drafter.draft.parameters())
 
     def build_proposer(self, capacity: int) -> "BlockProposer":
         return BlockProposer(self)
@@ -168,6 +165,6 @@ class BlockProposer(Proposer):
         return slots.draft_keys.nbytes + slots.draft_values.nbytes + features.nbytes
 
 
-def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str) -> Drafter:
+def build_drafter(draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str) -> Drafter:
     assert isinstance(draft.module, BlockDraft)
-    return BlockDrafter(draft.module, model, draft.feature_layers, tree_scoring)
+    return BlockDrafter(draft.module, embedding, head, draft.feature_layers, tree_scoring)

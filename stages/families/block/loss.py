@@ -31,33 +31,17 @@ H hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from stages.families.block.model import BlockDraft
+from stages.params.families import BlockLossWeights
 from stages.training.chunked_loss import compute_target_logits
 from stages.training.compile_on_cuda import compile_on_cuda
 
 DRAFTS_PER_CHUNK = 2048  # 1.2 GB of float32 logits at a vocabulary of 152k
-
-
-@dataclass(frozen=True)
-class BlockLossWeights:
-    """The weights of the parts of the loss."""
-
-    ce: float = 1.0
-    l1: float = 0.0
-    confidence: float = 0.0
-    decay: float | None = 7.0  # None: every draft of a block weighs the same
-    selector: float = 0.0
-
-
-DFLASH_OBJECTIVE = BlockLossWeights()  # SpecForge's recipes at block 16
-DFLASH2_OBJECTIVE = BlockLossWeights(selector=1.0)
-DSPARK_OBJECTIVE = BlockLossWeights(ce=0.1, l1=0.9, confidence=1.0, decay=4.0)  # DeepSpec's at block 7
 
 
 class BlockLabels(NamedTuple):
@@ -71,14 +55,13 @@ class BlockLabels(NamedTuple):
 
 
 class BlockLoss(NamedTuple):
-    """The loss of a pack, and what is watched of each draft, 0 where it is not valid or not asked for."""
+    """The loss of a pack, and its parts of each draft, 0 where it is not valid or the part has no weight."""
 
     total_loss: Tensor  # scalar for backward
     ce: Tensor  # [R, D] float
     l1: Tensor  # [R, D]
     confidence: Tensor  # [R, D] BCE of the confidence head
     selector: Tensor  # [R, D]
-    acceptance: Tensor  # [R, D] alpha
     matches: Tensor  # [R, D] bool: the draft is the label, after the label before it
 
 
@@ -137,13 +120,11 @@ def compute_block_loss(
     objective: BlockLossWeights,
     divisor: Tensor | float,  # summed weights of all drafts of the step, of all packs and ranks
     drafts_per_chunk: int = DRAFTS_PER_CHUNK,
-    watch_acceptance: bool = True,
     logits_scale: float = 1.0,  # of the target's logits over `last` times `head`; a block draft's own have none
 ) -> BlockLoss:
     """Return the loss of a pack. Raises ValueError for a loss of a head without that head, or the reverse.
 
-    Without `watch_acceptance` an objective of cross-entropy alone leaves out the target's distribution, and with it l1 and
-    acceptance: a third of the products with the head.
+    An objective of cross-entropy alone leaves out the target's distribution: a third of the products with the head.
     """
     for name, weight, module in (
         ("confidence head", objective.confidence, draft.confidence_head),
@@ -164,8 +145,7 @@ def compute_block_loss(
     elif selector is not None:
         # Not by indexing, whose gradient on a CPU adds up in an order of its own in every run.
         embedded = nn.functional.embedding(labels.previous[anchor_and_slot], selector.predecessor_codebook)
-    reads_target = watch_acceptance or bool(objective.l1 or objective.confidence)
-    rows = labels.rows[anchor_and_slot] if reads_target else None
+    rows = labels.rows[anchor_and_slot] if objective.l1 or objective.confidence else None
     total, by_part, matches = _ChunkedBlockLoss.apply(
         _DraftInputs(
             weights,
@@ -187,8 +167,8 @@ def compute_block_loss(
         None if selector is None else selector.successor_codebook,
         None if selector is None else selector.hidden_projection.weight,
     )
-    ce, l1, bce, chosen, alpha = (by_part.new_zeros(valid.shape).masked_scatter(valid, part) for part in by_part)
-    return BlockLoss(total, ce, l1, bce, chosen, alpha, torch.zeros_like(valid).masked_scatter(valid, matches))
+    ce, l1, bce, chosen = (by_part.new_zeros(valid.shape).masked_scatter(valid, part) for part in by_part)
+    return BlockLoss(total, ce, l1, bce, chosen, torch.zeros_like(valid).masked_scatter(valid, matches))
 
 
 class _DraftInputs(NamedTuple):
@@ -221,7 +201,7 @@ class _ChunkedBlockLoss(torch.autograd.Function):
             for i, x in enumerate(tensors)
         ]
         total = torch.zeros((), dtype=dtype, device=states.device)
-        by_part = torch.zeros(5, len(states), dtype=dtype, device=states.device)  # as in _compute_chunk_loss
+        by_part = torch.zeros(4, len(states), dtype=dtype, device=states.device)  # as in _compute_chunk_loss
         matches = torch.zeros(len(states), dtype=torch.bool, device=states.device)
         for start in range(0, len(states), inputs.drafts_per_chunk):
             chunk = slice(start, start + inputs.drafts_per_chunk)
@@ -270,9 +250,7 @@ def _compute_chunk_loss(
     successors: Tensor | None,  # [V, r] of the selector
     projection: Tensor | None,  # [r, H]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted loss of a chunk of C drafts, its parts [5, C] detached (ce, l1, confidence, selector, alpha), and
-    matches [C].
-    """
+    """Return the weighted loss of a chunk of C drafts, its parts [4, C] detached (ce, l1, confidence, selector), and matches."""
     dtype, weights, labels = _choose_dtype(states), inputs.weights[chunk], inputs.tokens[chunk]
     logits, bias, target_logits = states @ inputs.head.to(states.dtype).T, None, None
     if embedded is not None and markov_weight is not None:
@@ -282,19 +260,18 @@ def _compute_chunk_loss(
             target_logits = compute_target_logits(inputs.last[inputs.rows[chunk]], inputs.head, inputs.logits_scale)
     ce, l1, matches = _compute_vocabulary_loss(logits, bias, target_logits, labels, bool(inputs.objective.l1))
     loss = inputs.objective.ce * ce + inputs.objective.l1 * l1
-    bce, chosen, alpha = (torch.zeros_like(ce) for _ in range(3))
-    if target_logits is not None:
-        alpha = (1 - l1.detach() / 2).clamp(0, 1)
+    bce, chosen = torch.zeros_like(ce), torch.zeros_like(ce)
     if confidence_weight is not None and confidence_bias is not None:
         features = torch.cat([states, embedded], -1) if confidence_reads_markov and embedded is not None else states
         estimate = (features @ confidence_weight[0] + confidence_bias).to(dtype)
+        alpha = (1 - l1.detach() / 2).clamp(0, 1)
         bce = nn.functional.binary_cross_entropy_with_logits(estimate, alpha, reduction="none")
         loss = loss + inputs.objective.confidence * bce
     if embedded is not None and successors is not None and projection is not None:
         context = embedded * (states @ projection.T)  # [C, r]
         chosen, matches = _compute_selector_loss(logits, context, successors, labels, inputs.num_candidates)
         loss = loss + inputs.objective.selector * chosen
-    parts = torch.stack([x.detach() for x in (ce, l1, bce, chosen, alpha)])
+    parts = torch.stack([x.detach() for x in (ce, l1, bce, chosen)])
     return (loss * weights).sum(), parts, matches
 
 

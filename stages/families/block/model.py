@@ -68,13 +68,6 @@ class BlockContext(NamedTuple):
     keys: tuple[Tensor, ...]  # L tensors [N, S, G, E]
     values: tuple[Tensor, ...]
 
-    @classmethod
-    def allocate(cls, c: BlockDraftConfig, num_requests: int, num_tokens: int, example: Tensor) -> "BlockContext":
-        """Return zeros on the device and in the dtype of `example`."""
-        shape = num_requests, num_tokens, c.num_key_value_heads, c.head_dim
-        keys, values = (tuple(example.new_zeros(shape) for _ in range(c.num_hidden_layers)) for _ in "kv")
-        return cls(keys, values)
-
     def write(self, new: "BlockContext", positions: Tensor) -> None:
         """Write the tokens of `new` [N, J] in place at positions [N, J]: after a cycle, the anchor and its accepted drafts.
 
@@ -201,12 +194,6 @@ class CandidateSelector(nn.Module):
             nn.Parameter(torch.randn(c.vocab_size, c.selector_rank)) for _ in range(2)
         )
         self.hidden_projection = nn.Linear(c.hidden_size, c.selector_rank, bias=False)
-
-    def forward(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
-        """Return logits [..., V], -inf but for candidates, after `previous` [...]; logits and states [..., H] may broadcast."""
-        candidate_logits, candidates = self.list_candidates(logits)
-        scores = self.score_candidates(candidate_logits, candidates, states, previous)
-        return Shortlist(logits, candidates).spread(scores, logits.shape[-1], -torch.inf)
 
     def list_candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the best C of a slot's own logits [..., V] and their ids, by ascending id, as ties are broken."""
@@ -346,7 +333,7 @@ class BlockDraft(RotaryModule):
 
     def select_drafting_slots(self, hidden: Tensor) -> Tensor:
         """Return the states [..., D, H] that predict drafts, of a block's hidden states [..., B, H]."""
-        return hidden[..., self.config.first_slot :, :]
+        return hidden[..., self.config.family.first_slot :, :]
 
     @property
     def is_conditional(self) -> bool:
@@ -355,16 +342,8 @@ class BlockDraft(RotaryModule):
 
     def compute_logits(self, states: Tensor, previous: Tensor, head: Tensor) -> Tensor:
         """Return logits [..., V] of drafting states [..., H], each after the token `previous` [...]; head [V, H]."""
-        return self.condition_logits(states @ head.T, states, previous)
-
-    def condition_logits(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
-        """Return a slot's logits [..., V] given the tokens before it, `previous` [...], by the Markov head or the selector.
-
-        `previous` and `states` may broadcast.
-        """
-        if self.markov_head is not None:
-            return logits + self.markov_head(previous)
-        return logits if self.candidate_selector is None else self.candidate_selector(logits, states, previous)
+        shortlist = self.build_shortlist(states @ head.T)
+        return shortlist.spread(self.condition_shortlist(shortlist, states, previous), len(head), -torch.inf)
 
     def build_shortlist(self, logits: Tensor) -> Shortlist:
         """Return a slot's candidate tokens by its own logits [..., V]: the selector's, or the whole vocabulary."""
@@ -372,10 +351,13 @@ class BlockDraft(RotaryModule):
         return Shortlist(logits, None) if selector is None else Shortlist(*selector.list_candidates(logits))
 
     def condition_shortlist(self, shortlist: Shortlist, states: Tensor, previous: Tensor) -> Tensor:
-        """Return the shortlist's logits after the tokens `previous` [...]: `condition_logits`, but for what is -inf."""
-        if shortlist.ids is None or self.candidate_selector is None:
-            return self.condition_logits(shortlist.logits, states, previous)
-        return self.candidate_selector.score_candidates(*shortlist, states, previous)
+        """Return the shortlist's logits after the tokens `previous` [...], by the Markov head or the selector.
+
+        `previous` and `states` may broadcast.
+        """
+        if shortlist.ids is not None and self.candidate_selector is not None:
+            return self.candidate_selector.score_candidates(shortlist.logits, shortlist.ids, states, previous)
+        return shortlist.logits if self.markov_head is None else shortlist.logits + self.markov_head(previous)
 
     def draft_greedily(self, states: Tensor, anchor_tokens: Tensor, head: Tensor) -> Tensor:
         """Return the most probable drafts [..., D] of drafting states [..., D, H]; slot by slot where they are conditional."""

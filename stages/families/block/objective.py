@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stages.data import row_lengths
 from stages.families.block import loss as block_loss
 from stages.families.block.config import EVERYTHING, BlockDraftConfig, Sight
-from stages.families.block.loss import BlockLabels, BlockLossWeights
+from stages.families.block.loss import BlockLabels
 from stages.families.block.model import (
     PLAIN_PARTS,
     BlockAttention,
@@ -30,7 +30,7 @@ from stages.families.block.model import (
     LayerParts,
     build_attentions,
 )
-from stages.params.families import BlockSegment
+from stages.params.families import BlockLossWeights, BlockSegment
 from stages.training import attention_mask, packed_rows
 from stages.training.compile_on_cuda import compile_on_cuda, is_on_gpu
 from stages.training.packed_rows import LossOutput, PackedRows, PackIndex, PackRow, SupervisedPack
@@ -90,13 +90,6 @@ def _round_up(size: int) -> int:
     return -(-size // attention_mask.FLEX_PAD_MULTIPLE) * attention_mask.FLEX_PAD_MULTIPLE
 
 
-OBJECTIVES = {
-    "dflash": block_loss.DFLASH_OBJECTIVE,
-    "dflash2": block_loss.DFLASH2_OBJECTIVE,
-    "dspark": block_loss.DSPARK_OBJECTIVE,
-}
-
-
 @dataclass(kw_only=True)
 class BlockPack(SupervisedPack):
     """Concatenated rows, and the blocks that are supervised."""
@@ -148,7 +141,7 @@ class BlockTrainingObjective:
         cls, segment: BlockSegment, num_drafts: int, seed: int, logits_scale: float = 1.0
     ) -> "BlockTrainingObjective":
         """Return the method's own objective, with the segment's decay where it has one."""
-        loss = OBJECTIVES[segment.method]
+        loss = segment.family.loss
         loss = loss if segment.decay is None else replace(loss, decay=segment.decay)
         return cls(num_drafts, segment.anchors, seed, loss, logits_scale)
 
@@ -191,8 +184,8 @@ def compute_loss(
     hidden = draft.forward_pack(
         embedding, pack.ids, pack.position, pack.row_index, pack.anchors, context, attentions, parts
     )
-    inputs = draft, hidden, pack.labels, pack.last, head, objective.loss, divisor
-    found = block_loss.compute_block_loss(*inputs, watch_acceptance=False, logits_scale=objective.logits_scale)
+    given = draft, hidden, pack.labels, pack.last, head, objective.loss, divisor
+    found = block_loss.compute_block_loss(*given, logits_scale=objective.logits_scale)
     by_draft = objective.loss.ce * found.ce + objective.loss.l1 * found.l1
     by_draft = by_draft + objective.loss.confidence * found.confidence + objective.loss.selector * found.selector
     return LossOutput(found.total_loss, by_draft.sum(0), found.matches.T)

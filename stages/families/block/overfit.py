@@ -10,16 +10,15 @@ Letters: R anchors, D drafts of a block.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stages.families.block import loss as block_loss
 from stages.families.block import objective as block_training
-from stages.families.block.model import BlockDraft
 from stages.families.block.objective import BlockPack, BlockTrainingObjective
 from stages.families.block.training import Training
+from stages.families.draft_files import LoadedDraft
 from stages.families.overfit_run import OverfitRun
 from stages.hidden_states.format import HiddenStatesRow
 from stages.params import schema
@@ -33,21 +32,11 @@ class BlockOverfit(OverfitRun):
 
     is_compiled = True  # dense masks of five layers of 512 blocks of 16 would take some 100 GB
 
-    def __init__(
-        self,
-        draft: BlockDraft,
-        config: dict[str, Any],  # config.json
-        segment: BlockSegment,
-        seed: int,
-        device: str,
-        logits_scale: float,
-    ):
-        self.draft: BlockDraft = draft.to(device)
-        self.config = config
-        self.feature_layers, self.num_steps = list(draft.config.feature_layers), draft.config.num_drafts
+    def __init__(self, loaded: LoadedDraft, segment: BlockSegment, seed: int, device: str, logits_scale: float):
+        super().__init__(loaded, device)
+        self.num_steps = self.draft.config.num_drafts
         self.objective = BlockTrainingObjective.of_segment(segment, self.num_steps, seed, logits_scale)
         self.learns_own_tokens = not self.objective.loss.l1
-        self.device = device
 
     def generate_losses(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Iterator[Tensor]:
         for step in itertools.count():
@@ -70,14 +59,9 @@ class BlockOverfit(OverfitRun):
             accepted += found.argmax_matches.T.int().cumprod(1).sum(1).tolist()
         return accepted
 
-    def build_engine_draft(self) -> tuple[nn.Module, dict[str, Any]]:
-        served = BlockDraft(self.draft.config)
-        served.load_state_dict(self.draft.state_dict())
-        return served, self.config
-
 
 def build_overfit(name: str, params: schema.Params, target: TargetManifest, device: str) -> OverfitRun:
     segment, seed = params.train_draft.checkpoints[name], params.train_draft.seed
+    assert isinstance(segment, BlockSegment), name
     made = Training(segment.family).initialise(name, params, target, torch.empty(0))
-    assert isinstance(segment, BlockSegment) and isinstance(made.module, BlockDraft)
-    return BlockOverfit(made.module, made.config, segment, seed, device, target.logits_scale)
+    return BlockOverfit(made, segment, seed, device, target.logits_scale)

@@ -15,8 +15,8 @@ from stages.families.block import exact_replay
 from stages.families.block.exact_replay import AnswerPositions, ReplayPack, compute_anchor_states
 from stages.families.block.model import BlockDraft
 from stages.families.block.sampled_replay import replay_sampled_drafts
+from stages.families.draft_files import LoadedDraft
 from stages.families.draft_replay import DraftReplay, ExpectedCounts
-from stages.families.family import LoadedDraft
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, ReplayCapacity, ReplayOutput, count_candidate_bytes, count_table_bytes
 from stages.replay.tree_statistics import TreeCycles, describe_cycles

@@ -89,18 +89,16 @@ def compute_acceptance(draft_probabilities: Tensor, target_probabilities: Tensor
     positions = torch.arange(num_positions, device=following.device)[:, None] + torch.arange(
         num_drafts, device=following.device
     )
-    target = target_probabilities[
-        positions.clamp(max=max(0, num_positions - 1))
-    ]  # [L, D]; past the end of an answer of another
+    # [L, D]; past the end of an answer of another
+    target = target_probabilities[positions.clamp(max=max(0, num_positions - 1))]
     return torch.where(following >= 0, (draft_probabilities / target).clamp(max=1), 0.0)
 
 
 def walk_expected_cycles(acceptance: Tensor, counts: Tensor) -> ExpectedCounts:
     """acceptance [L, D] float64 of `compute_acceptance`, counts [B] positions of each answer -> expected counts."""
     num_answers, num_drafts = len(counts), acceptance.shape[1]
-    by_answer = acceptance.cumprod(1).split(
-        counts.tolist()
-    )  # probability that a cycle there accepts at least d + 1 drafts
+    # Probability that a cycle there accepts at least d + 1 drafts.
+    by_answer = acceptance.cumprod(1).split(counts.tolist())
     at_least = pad_sequence(list(by_answer), batch_first=True)  # [B, P, D]
     widths = torch.arange(1, num_drafts + 1, device=acceptance.device)[:, None]
     depths = torch.arange(num_drafts + 2, device=acceptance.device)

@@ -1,21 +1,23 @@
 """A new block draft, DFlash, DFlash2 or DSpark: its config from the sizes of e000's layer, and its random weights."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from stages.draft import eagle3_checkpoint
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft.eagle3 import DraftConfig
 from stages.families.block import objective
 from stages.families.block.config import BlockDraftConfig, Sight, build_block_config, parse_block_config
 from stages.families.block.mask_token import choose_mask_token
 from stages.families.block.model import BlockDraft
+from stages.families.draft_files import LoadedDraft
 from stages.families.draft_training import DraftTraining
-from stages.families.family import LoadedDraft
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.hidden_states import reader
 from stages.hidden_states.reader import TRAIN_FOLDER
 from stages.params import schema
 from stages.params.draft_sections import TrainDraft
-from stages.params.families import DFLASH2_SIZES, BlockSegment, Dflash2Segment, DsparkSegment, Segment
+from stages.params.families import BlockSegment, Segment
 from stages.target import chat_template, manifest
 from stages.target.feature_layers import choose_block_feature_layers
 from stages.target.manifest import TargetManifest
@@ -23,9 +25,6 @@ from stages.training.packed_rows import PackObjective
 from stages.training.trainer import ComputeLoss
 
 INITIAL_STD = 0.02  # transformers' initializer_range, of SpecForge and DeepSpec too
-SHARED_KEYS = (  # sizes of e000 that a block draft's layers take over
-    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
-)  # fmt: skip
 
 
 def choose_sizes(
@@ -33,8 +32,9 @@ def choose_sizes(
 ) -> BlockDraftConfig:
     """Return the segment's draft: the sizes of a layer are those of `root`, e000's."""
     stored = target.feature_layers, target.num_layers
+    own_sizes: dict[str, Any] = {key: getattr(segment, key) for key in segment.family.own_sizes}
     return BlockDraftConfig(
-        **{key: getattr(root, key) for key in SHARED_KEYS},
+        **{key: getattr(root, key) for key in eagle3_checkpoint.LAYER_SIZES},
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         num_hidden_layers=segment.layers,
@@ -44,9 +44,8 @@ def choose_sizes(
         mask_token_id=mask_token_id,
         feature_layers=tuple(segment.feature_layers or choose_block_feature_layers(*stored)),
         sights=(Sight(segment.sliding_window, segment.sliding_window is not None),) * segment.layers,
-        markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
-        confidence_head=isinstance(segment, DsparkSegment),
-        **({key: getattr(segment, key) for key in DFLASH2_SIZES} if isinstance(segment, Dflash2Segment) else {}),
+        confidence_head=bool(segment.family.loss.confidence),
+        **own_sizes,
     )
 
 

@@ -6,13 +6,12 @@ Letters: B prompts decoded together, T prompt tokens, M num_draft_tokens, R path
 from collections.abc import Sequence
 
 from torch import Tensor, cat
-from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft, build_prefix_mask, compute_first_state
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
+from stages.families.draft_files import LoadedDraft
 from stages.families.eagle3.kernels import DraftCache, DraftRows, FusedDraft
-from stages.families.family import LoadedDraft
 from stages.params.families import BLOCK_TITLES
 from stages.params.tree_shape import TreeShape
 from stages.trees import draft_tree as trees
@@ -25,7 +24,7 @@ class Eagle3Drafter(Drafter):
     def __init__(
         self,
         draft: Eagle3Draft,
-        model: PreTrainedModel,
+        embedding: Tensor,  # [V, H] the target's
         feature_layers: Sequence[int],
         tree_scoring: str,  # a key of draft_tree.TREE_SCORINGS
     ):
@@ -33,7 +32,7 @@ class Eagle3Drafter(Drafter):
         self.module, self.feature_width = draft, draft.fc.in_features
         self.cache_heads, self.cache_head_dim = draft.config.num_key_value_heads, draft.config.head_dim
         self.rope_axes = () if draft.frequency_axes is None else (3,)
-        self.embedding = model.get_input_embeddings().weight  # [V, H]
+        self.embedding = embedding
         self.fused_draft: FusedDraft | None = None  # on a GPU whose cycles are captured: `use_fused_kernels`
 
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> "Eagle3Method":
@@ -69,9 +68,8 @@ class Eagle3Drafter(Drafter):
         """Read a prompt but for its last row, which the first cycle reads."""
         assert prefill.features is not None
         features, count = prefill.features, len(prefill.features)  # [T, 3H]
-        positions = self.draft.get_rope_positions(
-            slot.positions[None, :count], prefill.positions
-        )  # [1, T] or [1, T, 3]
+        # [1, T] or [1, T, 3]
+        positions = self.draft.get_rope_positions(slot.positions[None, :count], prefill.positions)
         state.features[0, 0], state.rope_positions[0, 0] = features[-1], positions[0, -1]
         if count > 1:
             rows = slot.positions[None, : count - 1]
@@ -123,8 +121,6 @@ class Eagle3Method(DraftingMethod):
         trees.check_tree(tree, config.draft_vocab_size, config.sliding_window)
         self.drafter, self.tree = drafter, tree
         self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens
-        self.weight_bytes = sum(x.nbytes for x in drafter.draft.state_dict().values())
-        self.num_parameters = sum(x.numel() for x in drafter.draft.parameters())
 
     @property
     def num_scratch_rows(self) -> int:
@@ -156,6 +152,6 @@ class Eagle3Proposer(Proposer):
         return slots.draft_keys.nbytes + slots.draft_values.nbytes + features.nbytes
 
 
-def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str) -> Drafter:
+def build_drafter(draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str) -> Drafter:
     assert isinstance(draft.module, Eagle3Draft)
-    return Eagle3Drafter(draft.module, model, draft.feature_layers, tree_scoring)
+    return Eagle3Drafter(draft.module, embedding, draft.feature_layers, tree_scoring)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stages.draft.eagle3 import Eagle3Draft
+from stages.families.draft_files import LoadedDraft
 from stages.families.draft_replay import DraftReplay
-from stages.families.family import LoadedDraft
 from stages.params.tree_shape import TreeShape
 from stages.replay import replay, tree_statistics
 from stages.replay.replay import ReplayBatch, ReplayCapacity, ReplayOutput

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stages.draft.eagle3 import Eagle3Draft
+from stages.families.draft_files import LoadedDraft
 from stages.families.draft_training import DraftTraining
-from stages.families.family import LoadedDraft
 from stages.params.draft_sections import TrainDraft
 from stages.params.families import Segment
 from stages.training import ttt

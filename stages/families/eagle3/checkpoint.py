@@ -6,6 +6,7 @@ and are not written; other layers are, in each engine's convention.
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor
 
 from stages.draft import rotary
-from stages.draft.checkpoint import find_shape_problem, locate_checkpoint, read_draft, write_draft
-from stages.draft.eagle3_config import SIZE_KEYS, DraftConfig
+from stages.draft.checkpoint import find_shape_problem, list_shapes, locate_checkpoint, read_draft, write_draft
+from stages.draft.config_types import check_types
+from stages.draft.eagle3 import SIZE_KEYS, DraftConfig, Eagle3Draft
+from stages.draft.published_files import unify_rope_parameters
 from stages.params.section import ROOT_CHECKPOINT
+from stages.runtime import guarded_files
 from stages.target.feature_layers import (
-    NUM_EAGLE3_FEATURES,
     default_eagle3_feature_layers,
     engine_default_feature_layers,
     to_after_layer_ids,
@@ -30,37 +33,19 @@ NORM_OPTIONS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residua
 # vLLM loads a draft layer with q/k norms under this architecture. SGLang would silently drop the norms of a Llama draft;
 # it refuses this architecture, which it does not know.
 QK_NORM_CONFIG = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+LAYER_SIZES = (
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+IGNORED_KEYS = {  # without effect on a draft
+    "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id",
+    "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
 
 
 def list_tensor_shapes(c: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of a draft, by name."""
-    h, d, v, m = c.hidden_size, c.draft_vocab_size, c.vocab_size, c.intermediate_size
-    q, kv = c.head_dim * c.num_attention_heads, c.head_dim * c.num_key_value_heads
-    options: dict[str, tuple[int, ...]] = {}
-    if c.norm_before_fc:
-        options["input_norm.weight"] = (NUM_EAGLE3_FEATURES * h,)
-    if c.fc_norm:
-        options |= {f"fc_norm.{layer}.weight": (h,) for layer in range(NUM_EAGLE3_FEATURES)}
-    if c.qk_norm:
-        options |= {f"midlayer.self_attn.{x}_norm.weight": (c.head_dim,) for x in "qk"}
-    return {
-        "fc.weight": (h, NUM_EAGLE3_FEATURES * h),
-        "midlayer.input_layernorm.weight": (h,),
-        "midlayer.hidden_norm.weight": (h,),
-        "midlayer.self_attn.q_proj.weight": (q, 2 * h),
-        "midlayer.self_attn.k_proj.weight": (kv, 2 * h),
-        "midlayer.self_attn.v_proj.weight": (kv, 2 * h),
-        "midlayer.self_attn.o_proj.weight": (h, q),
-        "midlayer.post_attention_layernorm.weight": (h,),
-        "midlayer.mlp.gate_proj.weight": (m, h),
-        "midlayer.mlp.up_proj.weight": (m, h),
-        "midlayer.mlp.down_proj.weight": (h, m),
-        "norm.weight": (h,),
-        "lm_head.weight": (d, h),
-        "d2t": (d,),
-        "t2d": (v,),
-        **options,
-    }
+    return list_shapes(lambda: Eagle3Draft(c))
 
 
 def build_eagle3_config(
@@ -172,7 +157,7 @@ def find_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> st
         parsed = DraftConfig.from_json(config)
         rotary.check_rope(parsed.rope, parsed.head_dim)
         expected = list_tensor_shapes(parsed)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # of sizes whose product is beyond any memory
         return str(error)
     if problem := find_shape_problem(tensors, expected):
         return problem
@@ -184,25 +169,34 @@ def find_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> st
     return ""
 
 
-def choose_vocabulary(counts: Tensor, size: int, always: list[int]) -> Tensor:
-    """Return the ids [D] of the `size` most frequent tokens by counts [V] int64, ascending; `always` (end tokens) are included.
+def override_config(path: Path, inferred: DraftConfig, fixed: dict[str, Any]) -> DraftConfig:
+    """Return the inferred sizes and RoPE, overridden by the file of init_draft.draft_config_path; AngelSlim has the same option.
 
-    Ties go to the lower id, so equal counts give the same vocabulary on every machine.
+    `fixed` is the config.json without it, with which the other keys must agree. Raises ValueError for a file that is missing or
+    broken, and for a key that is unknown, of a wrong type, or different from its fixed value.
     """
-    priority = counts.clone()
-    priority[always] = counts.max() + 1
-    order = torch.sort(priority, descending=True, stable=True).indices
-    return order[:size].sort().values
+    try:
+        found: dict[str, Any] = guarded_files.read_json(path, "correct it, or null")
+        check_types(found)
+        for key in [key for key in found if key not in {*LAYER_SIZES, *ROPE_KEYS, *IGNORED_KEYS}]:
+            if key not in fixed:
+                known = ", ".join(sorted({*LAYER_SIZES, *ROPE_KEYS, *fixed}))
+                raise ValueError(f"{key} is {found[key]!r}, expected one of {known}: correct it, or leave the key out")
+            if found[key] != fixed[key]:
+                raise ValueError(
+                    f"{key} is {found[key]!r}, expected {fixed[key]!r}, the value of the target or params.yaml"
+                )
+        sizes = replace(inferred, **{key: found[key] for key in LAYER_SIZES if found.get(key) is not None})
+        check_types(asdict(sizes))
+        rope = _override_rope(inferred.rope, {key: found[key] for key in ROPE_KEYS if key in found})
+        return replace(sizes, rope=rope)
+    except ValueError as error:
+        raise ValueError(f"params.yaml: init_draft.draft_config_path is {path}: {error}") from None
 
 
-def build_vocabulary_maps(chosen: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return d2t [D] int64, offsets (target id - draft id), and t2d [V] bool of ascending ids `chosen` [D]."""
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[chosen] = True
-    return chosen - torch.arange(len(chosen)), t2d
-
-
-def compute_coverage(counts: Tensor, t2d: Tensor) -> float:
-    """Return the fraction of the tokens counted in counts [V] that are in the draft vocabulary; 1.0 without tokens."""
-    total = int(counts.sum())
-    return int(counts[t2d].sum()) / total if total else 1.0
+def _override_rope(rope: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the RoPE keys of `overrides` in the spelling of transformers, completed by `rope`: its theta, or its scaling."""
+    if "rope_scaling" not in overrides and "rope_parameters" not in overrides:
+        return rope | {key: float(theta) for key, theta in overrides.items()}
+    has_theta = "rope_theta" in (overrides.get("rope_parameters") or {})
+    return unify_rope_parameters(({} if has_theta else {"rope_theta": rope["rope_theta"]}) | overrides)
