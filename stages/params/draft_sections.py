@@ -221,7 +221,7 @@ class ImportedCheckpoint(Section):
     """A published draft used as a checkpoint, whose config's RoPE theta `rope_theta` overrides, or a family without weights."""
 
     model: (
-        Source  # an id or a folder; or builtin/ngram or builtin/lookahead, which nothing is downloaded or trained for
+        Source  # an id or a folder; or builtin/ngram, suffix or lookahead, for which nothing is downloaded or trained
     )
     revision: str | None = None
     rope_theta: Positive | None = None
