@@ -1,8 +1,8 @@
 """import_draft: published draft -> checkpoint, without training.   python -m stages.import_draft CHECKPOINT
 
 Tensors are converted as engines interpret them, so replay and benchmarks measure the draft as engines run it. Engines can load
-drafts/NAME/draft instead of the published files. The draft's family is read from its config.json; builtin/ngram and
-builtin/lookahead name families without weights.
+drafts/NAME/draft instead of the published files. The draft's family is read from its config.json; builtin/ngram,
+suffix and lookahead name families without weights.
 """
 
 from dataclasses import asdict, dataclass

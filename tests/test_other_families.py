@@ -39,8 +39,13 @@ ROOM = 12
 CELLS = {  # checkpoint and shape
     "eagle3": ("e003", "t3_2_6"), "eagle2": ("eagle3ep", "t3_2_6"), "eagle": ("eagle3ep", "s3_8"),
     "medusa": ("heads3", "s3_8"), "lookahead": ("ahead", "l3_3_3"), "ngram": ("lookup", "n2_1_4"),
+    "suffix": ("suffixes", "x8_4"),
 }  # fmt: skip
-BUILTIN = {"ahead": {"model": "builtin/lookahead"}, "lookup": {"model": "builtin/ngram"}}
+BUILTIN = {
+    "ahead": {"model": "builtin/lookahead"},
+    "lookup": {"model": "builtin/ngram"},
+    "suffixes": {"model": "builtin/suffix"},
+}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -102,7 +102,7 @@ class TorchCell(CellEngine, Subject):
         """Return why the cell can't be measured, by the config.json of its draft alone; None if it can."""
         if reason := family.explain_unsupported(str(self.context.checkpoint), self.tree):
             return reason
-        if self.tree.letter in "snl" and not self.in_turns:
+        if self.tree.letter != "t" and not self.in_turns:
             return f"{SHAPES[self.tree.letter]} are decoded one prompt at a time"
         return None
 

@@ -11,10 +11,13 @@ from stages.cells.request_record import AcceptanceCounts
 from stages.engines import protocol
 from stages.engines.http_session import HttpSession
 from stages.engines.versions import Change, parse_release
+from stages.params.tree_shape import NamedShape
 
 OLDEST = (0, 30)
 BLOCK_TOKENS = 16  # tokens of a block of its KV cache
 CONFIG_FLAG = "--speculative-config"
+# Of its own families, the keys of the first numbers of a shape.
+OWN_SIZES = {"ngram": ("prompt_lookup_max", "prompt_lookup_min"), "suffix": ("suffix_decoding_max_tree_depth",)}
 METHOD_KEY, LENGTH_KEY = "rejection_sample_method", "synthetic_acceptance_length"
 # As JSON, also escaped, or as a dotted flag; elsewhere the word is a folder's name.
 SIMULATES = re.compile(METHOD_KEY + r"""["'\\\s:=]+synthetic""")
@@ -64,12 +67,13 @@ class VLLM(protocol.ServingEngine):
                              "(make serving-env), or name another server in benchmark_served.servers.vllm")  # fmt: skip
 
     def build_speculation_flags(self, draft: protocol.ServedDraft, config: protocol.Info) -> list[str]:
-        fields = {
-            "method": draft.algorithm.lower(),
-            "model": draft.folder,
-            "num_speculative_tokens": draft.shape.num_steps,
-        }
-        return [CONFIG_FLAG, json.dumps(fields)]
+        numbers = draft.shape.numbers if isinstance(draft.shape, NamedShape) else ()
+        # Of suffix decoding its package arctic-inference drafts, which must be installed beside it.
+        sizes = dict(zip(OWN_SIZES.get(draft.family.name, ()), numbers, strict=False))
+        method = (
+            {"method": draft.family.name} if numbers else {"method": draft.algorithm.lower(), "model": draft.folder}
+        )
+        return [CONFIG_FLAG, json.dumps(method | sizes | {"num_speculative_tokens": draft.shape.num_steps})]
 
     def samples_drafts(self, draft: protocol.ServedDraft, flags: Sequence[str], environment: Mapping[str, str]) -> bool:
         """It does so if told by draft_sample_method."""

@@ -1,4 +1,4 @@
-"""Families without weights, which look up their guesses on the host: n-gram lookup and lookahead decoding.
+"""Families without weights, which look up their guesses on the host: n-gram lookup, suffix decoding and lookahead decoding.
 
 Before each cycle the host reads the tokens that the last one committed, and writes a tree of guesses to tensors of fixed
 addresses. So the verify pass can be captured as a CUDA graph, but each cycle waits for one copy in each direction.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stages.engine.proposer import Drafter
-from stages.families import eagle, host_proposer, lookahead, medusa, ngram
+from stages.families import eagle, host_proposer, lookahead, medusa, ngram, suffix
 from stages.families.block import decoding as block_decoding
 from stages.families.block import files as block_files
 from stages.families.block import overfit as block_overfit
@@ -77,6 +77,7 @@ def _list_families() -> list[Family]:
         Family(f.MEDUSA, medusa.Files(f.MEDUSA), medusa.build_drafter, medusa.Training(f.MEDUSA)),
         Family(f.NGRAM, host_proposer.HostFiles(f.NGRAM), ngram.build_drafter),
         Family(f.LOOKAHEAD, host_proposer.HostFiles(f.LOOKAHEAD), lookahead.build_drafter),
+        Family(f.SUFFIX, host_proposer.HostFiles(f.SUFFIX), suffix.build_drafter),
     ]  # fmt: skip
 
 

@@ -227,7 +227,7 @@ class TrainDraft(Section):
 class ImportedCheckpoint(Section):
     """A published draft used as a checkpoint, whose config's RoPE theta `rope_theta` overrides, or a family without weights."""
 
-    # an id or a folder; or builtin/ngram or builtin/lookahead, which nothing is downloaded or trained for
+    # an id or a folder; or builtin/ngram, suffix or lookahead, for which nothing is downloaded or trained
     model: Source
     revision: str | None = None
     rope_theta: Positive | None = None

@@ -84,7 +84,8 @@ ENGINES = {
         ),
         EngineFacts(
             "vllm", "vLLM", "vllm",
-            modules=(*SERVED_CELLS, "stages/engines/vllm.py"), tells_version=True, own_families={"ngram": None},
+            modules=(*SERVED_CELLS, "stages/engines/vllm.py"), tells_version=True,
+            own_families={"ngram": lambda shape: None, "suffix": lambda shape: None},
         ),
         EngineFacts(
             "llama.cpp", "llama.cpp", "llama-server",

@@ -25,6 +25,7 @@ SHAPES = {  # by the first letter of a shape's name (tree_shape.py)
     "s": "static trees, as s6_16",
     "n": "chains looked up by n-grams, as n3_1_8",
     "l": "lookahead windows, as l5_4_5",
+    "x": "chains by suffixes, as x24_8",
 }
 # Epochs where no number is given: the square root of this over the rows (docs/training.md).
 SQUARED_EPOCH_ROWS, MOST_EPOCHS = 216_000, 20
@@ -196,7 +197,8 @@ EAGLE = DraftFamily(
 MEDUSA = DraftFamily("medusa", "Medusa", "medusa", MedusaSegment, "s", depth_of="its {} heads", is_replayed=False)
 NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False)
 LOOKAHEAD = DraftFamily("lookahead", "lookahead", "lookahead", shapes="l", is_replayed=False)
-FAMILIES = {f.name: f for f in (EAGLE3, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD)}
+SUFFIX = DraftFamily("suffix", "suffix decoding", "suffix", shapes="x", is_replayed=False)
+FAMILIES = {f.name: f for f in (EAGLE3, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD, SUFFIX)}
 ROOT_FAMILY = next(family for family in FAMILIES.values() if family.has_root)  # of e000
 BUILTINS = {f"{BUILTIN}{name}": family for name, family in FAMILIES.items() if family.segment is None}
 TRAINABLE = {name: family.segment for name, family in FAMILIES.items() if family.segment}
@@ -304,5 +306,5 @@ class DraftKind:
         own = [facts.title for facts in SERVED.values() if self.family.name in facts.own_families]
         if not own:
             return f"no serving engine runs {self.family.title} so"
-        served = f"benchmark_served measures {self.family.served_by}'s, of n3_3_8 say (docs/serving.md)"
+        served = f"benchmark_served measures {self.family.served_by}'s (docs/serving.md)"
         return f"{join_words(own)} have {self.family.title} of their own; {served}"

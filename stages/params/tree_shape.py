@@ -4,6 +4,7 @@
     s6_16     a static tree, at most 6 deep and of 16 nodes, the root counted: EAGLE and Medusa
     n3_1_8    a chain of 8 tokens that followed the same 3- to 1-gram before: n-gram lookup
     l5_4_5    lookahead decoding with a window of 5, n-grams of 4 and 5 guesses
+    x24_8     a chain of at most 8 tokens by suffixes, which with it have at most 24: suffix decoding
 
 Stages depend on this module and on no other of this folder (stages/runtime/stage_code.py): it computes with parameters. It
 imports no pydantic, so that engine and replay run without it.
@@ -86,7 +87,7 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class NamedShape(TreeShape):
-    """A shape of another kind: static, of n-grams, or of lookahead decoding. topk is the most that a node may have below it."""
+    """A shape of another kind: static, of n-grams, suffixes, or lookahead decoding. topk is the most that a node may have below it."""
 
     notation: str
     numbers: tuple[int, ...]
@@ -102,11 +103,16 @@ class NamedShape(TreeShape):
 
 def parse_shape(name: str) -> TreeShape:
     """Parse the name of a shape of any kind. Raises ValueError for one that names none, or one that can't be built."""
-    match = re.fullmatch(r"([snl])([1-9][0-9]*(?:_[1-9][0-9]*)*)", name)
+    match = re.fullmatch(r"([snlx])([1-9][0-9]*(?:_[1-9][0-9]*)*)", name)
     if not match:
         return TreeShape.parse(name)
     kind, numbers = match[1], tuple(map(int, match[2].split("_")))
-    wanted = {"s": "s<depth>_<nodes>", "n": "n<longest>_<shortest>_<length>", "l": "l<window>_<level>_<guesses>"}[kind]
+    wanted = {
+        "s": "s<depth>_<nodes>",
+        "n": "n<longest>_<shortest>_<length>",
+        "l": "l<window>_<level>_<guesses>",
+        "x": "x<tokens>_<length>",
+    }[kind]
     if len(numbers) != wanted.count("<"):
         raise ValueError(f"{name!r} is no shape; write {wanted}")
     if kind == "s":
@@ -121,6 +127,13 @@ def parse_shape(name: str) -> TreeShape:
         if shortest > longest:
             raise ValueError(
                 f"{name}: the shortest n-gram is of {shortest} tokens, expected at most the longest, {longest}"
+            )
+        return NamedShape(length, 1, length + 1, name, numbers)
+    if kind == "x":
+        most_tokens, length = numbers
+        if length >= most_tokens:
+            raise ValueError(
+                f"{name}: suffix and guesses together have {most_tokens} tokens, expected more than {length}"
             )
         return NamedShape(length, 1, length + 1, name, numbers)
     window, level, guesses = numbers

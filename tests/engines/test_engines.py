@@ -65,6 +65,19 @@ def test_llama_cpp_is_told_of_a_chain_and_of_n_grams() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("n3_2_8", {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 2, "num_speculative_tokens": 8}),
+        ("x24_8", {"method": "suffix", "suffix_decoding_max_tree_depth": 24, "num_speculative_tokens": 8}),
+    ],
+)
+def test_vllm_is_told_of_what_it_looks_up(shape: str, expected: dict[str, Any]) -> None:
+    draft = ServedDraft("", "", parse_shape(shape), FAMILIES[expected["method"]])
+    flags = registry.get("vllm").build_speculation_flags(draft, {})
+    assert json.loads(flag(flags, "--speculative-config")) == expected
+
+
+@pytest.mark.parametrize(
     ("engine", "tree", "config", "problem"),
     [
         ("vllm", (5, 2, 8), {}, "topk 2"),

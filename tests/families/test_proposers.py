@@ -20,6 +20,7 @@ from stages.families.lookahead import LookaheadMethod
 from stages.families.medusa import MedusaDraft, MedusaMethod
 from stages.families.ngram import PromptLookupMethod
 from stages.families.static_tree import StaticTree, select_best_branches
+from stages.families.suffix import SuffixMethod
 from stages.params.tree_shape import TreeShape
 from tests.built_engines import build_engine, decode_with_method
 from tests.engine import fake_cuda_graphs
@@ -63,6 +64,7 @@ def random_heads(head: Tensor, count: int = 3) -> MedusaDraft:
 
 METHODS = {
     "ngram": lambda model: PromptLookupMethod(3, 1, 5, CPU),
+    "suffix": lambda model: SuffixMethod(8, 5, CPU),
     "lookahead": lambda model: LookaheadMethod(4, 4, 3, CPU),
     "medusa": lambda model: MedusaMethod(random_heads(model.lm_head.weight), StaticTree.from_paths(PATHS, CPU)),
     "eagle": lambda model: EagleMethod(

@@ -14,6 +14,7 @@ from stages.families.lookahead import LookaheadMethod
 from stages.families.medusa import MedusaDraft, MedusaMethod
 from stages.families.ngram import PromptLookupMethod
 from stages.families.static_tree import StaticTree, select_best_branches
+from stages.families.suffix import SuffixMethod
 from stages.params.tree_shape import TreeShape
 from stages.training import ttt
 from tests.built_engines import build_engine, decode_with_method
@@ -34,6 +35,7 @@ def methods(embedding: Any, head: Any, config: DraftConfig, eagle: EagleDraft | 
     eagle = eagle or EagleDraft.initialise(config, head, seed=1).requires_grad_(False)
     return {
         "ngram": PromptLookupMethod(3, 1, 5, CPU),
+        "suffix": SuffixMethod(8, 5, CPU),
         "lookahead": LookaheadMethod(4, 3, 3, CPU),
         "medusa": MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU)),
         "eagle": EagleMethod(eagle, embedding, StaticTree.from_paths(PATHS, CPU), "sglang"),
