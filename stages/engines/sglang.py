@@ -14,7 +14,7 @@ from stages.engines.http_session import ExchangeFailedError, HttpSession
 from stages.engines.server_startup.sglang_vision_patch import PREFIX, TARGETS, VERSION
 from stages.engines.sse import AnswerStream
 from stages.engines.versions import Change, parse_release
-from stages.params.families import ALGORITHMS
+from stages.params.families import ALGORITHMS, find_family
 from stages.runtime.free_port import find_free_port
 
 FLUSH_TIMEOUT_S = 30  # until a server is idle, so that it may drop its cache
@@ -86,8 +86,8 @@ class SGLang(protocol.ServingEngine):
         return f"drafted with the vision patch of SGLang {VERSION} ({SWITCH}; docs/serving.md)"
 
     def explain_draft(self, config: protocol.Info) -> str | None:
-        if "Eagle3Qwen3ForCausalLM" in config.get("architectures", ()):
-            return "SGLang's EAGLE-3 draft has no q/k norms, and this one does (init_draft.qk_norm)"
+        if config.get("model_type") == "qwen3" and not find_family(config).is_block:
+            return "SGLang's EAGLE-3 draft has no q/k norms, and this one does"
         return None
 
     def find_change(self, config: protocol.Info) -> Change | None:

@@ -87,7 +87,7 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class NamedShape(TreeShape):
-    """A shape of another kind: static, of n-grams, suffixes, or lookahead decoding. topk is the most that a node may have below it."""
+    """A shape of another kind: static, of n-grams, suffixes or windows. topk is the most that a node may have below it."""
 
     notation: str
     numbers: tuple[int, ...]

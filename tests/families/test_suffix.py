@@ -11,7 +11,7 @@ import torch
 
 from stages.families.suffix import SuffixIndex, SuffixMethod, SuffixProposer
 
-# Steps of [text, tokens added to it, most guesses, the guesses then] by the C++ of Arctic Inference 0.3.0's SuffixTree, compiled alone.
+# Steps of [text, tokens added to it, most guesses, the guesses then], by the C++ of Arctic Inference 0.3.0's SuffixTree.
 SCRIPTS = json.loads((Path(__file__).parent / "suffix_arctic.json").read_text())
 UNREAD = cast(Any, SimpleNamespace())  # of a slot, a prefill and a state
 
