@@ -92,7 +92,14 @@ def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, An
     ]
     found = asyncio.run(
         load_generator.run_load(
-            url, model, asks, load_generator.Arrivals(math.inf, 1, 0), 60.0, asks[:1], "benchmark_served.servers.sglang"
+            url,
+            model,
+            asks,
+            load_generator.Arrivals(math.inf, 1, 0),
+            60.0,
+            asks[:1],
+            "benchmark_served.servers.sglang",
+            registry.OTHER,
         )
     )
     for record, answer in zip(found.records, asyncio.run(whole()), strict=True):
