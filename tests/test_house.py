@@ -54,7 +54,7 @@ ROOMS = {
     "stages/trees stages/replay": (1200,),
     "stages/engine": (3000,),
     "stages/engines stages/measuring": (4300, 4554),
-    "stages/cells": (2300, 2644),
+    "stages/cells": (2300, 2599),
     "stages/reporting": (2700, 2709),
     "stages/published stages/reproduce stages/grading stages/toy": (2200, 2311),
     "tests": (31_000,),

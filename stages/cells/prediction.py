@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from stages.cells import interval
 from stages.cells.cost_model import CostModel
-from stages.cells.record import GREEDY, DraftSampling, Record, TableRow
+from stages.cells.record import GREEDY, DraftSampling, TableRow
 from stages.cells.replay_records import ReplayedTree, select_temperature
 from stages.cells.timing_grid import PlainStepTime, TimingGrid
 from stages.params.engines import SERVED, is_in_process
@@ -125,19 +125,6 @@ class LaunchAdvice(PredictedSpeedup):
     # The advice for an engine older than min_version: the best tree that all versions run. None if min_version is None, or if
     # there is no such tree.
     runner_up: "LaunchAdvice | None" = None
-
-
-class SpeculationLimit(Record):
-    """The concurrencies of one load at which speculation is worth enabling."""
-
-    engine: str
-    workload: str | None
-    max_new_tokens: int | None
-    temperature: float
-    concurrencies: list[int]  # all that were timed
-    enabled: list[int]  # those where some tree's interval lies above 1
-    undecided: list[int]  # those where the best tree's interval can't tell
-    off_above: int | None  # turn speculation off above it; 0: everywhere; None: on everywhere, or off somewhere between
 
 
 @dataclass(frozen=True)
@@ -266,41 +253,9 @@ def _choose_launch(runnable: list[tuple[PredictedSpeedup, EngineLaunch]]) -> Lau
     )
 
 
-def find_limits(launch: Iterable[LaunchAdvice]) -> list[SpeculationLimit]:
-    """Return the limit of each load with several concurrencies."""
-    groups: dict[tuple[Any, ...], dict[int, LaunchAdvice]] = {}
-    for row in launch:
-        load = row.engine, row.workload, row.max_new_tokens, row.temperature
-        groups.setdefault(load, {})[row.concurrency] = row
-    found = []
-    for (engine, workload, length, temperature), advice in groups.items():
-        caps = sorted(advice)
-        on = [cap for cap in caps if advice[cap].enable]
-        undecided = [cap for cap in caps if advice[cap].is_undecided]
-        is_one_span = on == caps[: len(on)] and not undecided
-        if len(caps) > 1:
-            found.append(
-                SpeculationLimit(
-                    engine=engine,
-                    workload=workload,
-                    max_new_tokens=length,
-                    temperature=temperature,
-                    concurrencies=caps,
-                    enabled=on,
-                    undecided=undecided,
-                    off_above=max(on, default=0) if is_one_span and len(on) < len(caps) else None,
-                )
-            )
-    return found
-
-
 def write_launch(launch: list[LaunchAdvice], costs: list[TimingGrid]) -> None:
-    """Write what to launch, up to which concurrency, and the timing grids, each with its hardware."""
-    content = {
-        "launch": [row.model_dump() for row in launch],
-        "limits": [limit.model_dump() for limit in find_limits(launch)],
-        "costs": [cost.model_dump() for cost in costs],
-    }
+    """Write what to launch, and the timing grids, each with its hardware."""
+    content = {"launch": [row.model_dump() for row in launch], "costs": [cost.model_dump() for cost in costs]}
     atomic.write_json(LAUNCH_FILE, content)
 
 

@@ -85,24 +85,6 @@ def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("enabled", "off_above"),
-    [([True, True, False], 8), ([False, False, False], 0), ([False, True, False], None), ([True, None, False], None)],
-)
-def test_the_concurrency_above_which_to_turn_speculation_off(enabled: list[bool | None], off_above: int | None) -> None:
-    """A load with one concurrency has no limit."""
-    ends = {True: 1.1, False: 0.9, None: None}
-    rows = [
-        guess("t3_1_4", 1.4, ends[one], workload="chat", max_new_tokens=64, concurrency=cap, engine="sglang")
-        for one, cap in zip(enabled, (1, 8, 32), strict=True)
-    ]
-    launch = [row for row in prediction.choose_launches(rows, chains_on_vllm) if row.engine == "sglang"]
-    (limit,) = prediction.find_limits(launch)
-    assert limit.off_above == off_above
-    assert limit.enabled == [cap for one, cap in zip(enabled, (1, 8, 32), strict=True) if one]
-    assert prediction.find_limits(launch[:1]) == []
-
-
-@pytest.mark.parametrize(
     ("low", "high", "advice"),
     [
         (0.02, 90.0, "can't tell"),  # two repeats of a plain step
@@ -123,9 +105,7 @@ def test_an_interval_that_says_nothing_is_no_no(low: float | None, high: float |
     ]
     launch = [row for row in prediction.choose_launches(rows, chains_on_vllm) if row.engine == "sglang"]
     assert [format_advice(row) for row in launch] == [advice, advice]
-    (limit,) = prediction.find_limits(launch)
-    assert bool(limit.undecided) == (advice == "can't tell")
-    assert limit.off_above == (0 if advice == "no" else None)
+    assert [row.is_undecided for row in launch] == [advice == "can't tell"] * 2
 
 
 def test_nothing_is_advised_by_the_costs_of_another_engine() -> None:
