@@ -19,7 +19,7 @@ from stages.families.draft_files import LoadedDraft
 from stages.families.host_proposer import GuessTree, HostDrafter, HostProposer
 
 MIN_PROBABILITY = np.float32(0.1)  # vLLM's suffix_decoding_min_token_prob; numbers are float32, as there
-SEPARATOR = -1  # between texts: no suffix goes across
+SEPARATOR = -1  # before each text: no suffix goes across
 
 
 class SuffixIndex:
@@ -27,7 +27,7 @@ class SuffixIndex:
 
     def __init__(self, most_tokens: int):
         self.most_tokens = most_tokens
-        self.tokens: list[int] = []
+        self.tokens = [SEPARATOR]
         self.positions: defaultdict[int, list[int]] = defaultdict(list)  # of a token, ascending
 
     def begin_text(self) -> None:
@@ -56,17 +56,17 @@ class SuffixIndex:
         """Return at most `count` tokens, each the most frequent after the occurrences of those before it, and their score."""
         guesses, score, probability = list[int](), np.float32(0), np.float32(1)
         while len(guesses) < count:
-            following = [self.tokens[end + 1] for end in ends if end + 1 < len(self.tokens)]
-            following = [token for token in following if token != SEPARATOR]
-            if not following:
+            occurrences = len(ends)
+            ends = [end + 1 for end in ends if end + 1 < len(self.tokens) and self.tokens[end + 1] != SEPARATOR]
+            if not ends:
                 break
-            token, times = _find_most_frequent(following)
-            probability *= np.float32(times) / np.float32(len(ends))
+            token, times = _find_most_frequent([self.tokens[end] for end in ends])
+            probability *= np.float32(times) / np.float32(occurrences)
             if probability < MIN_PROBABILITY:
                 break
             guesses.append(token)
             score += probability
-            ends = [end + 1 for end in ends if end + 1 < len(self.tokens) and self.tokens[end + 1] == token]
+            ends = [end for end in ends if self.tokens[end] == token]
         return guesses, score
 
 

@@ -50,3 +50,8 @@ def test_answers_to_earlier_prompts_are_looked_up_until_a_prompt_comes_again() -
     )
     assert _answer(proposer, [1, 2], answer) == [[]] * 6, "a repeat begins"
     assert _answer(proposer, [9, 3, 5, 6, 3, 5], [6])[0], "of the prompt itself"
+
+
+def test_no_suffix_begins_before_the_prompt() -> None:
+    """Bug: the last token counted as the one before the first, so that 5 5 was found at the beginning."""
+    assert _answer(SuffixMethod(24, 4, torch.device("cpu")).build_proposer(100), [5, 9, 2, 5], [5]) == [[9]]
