@@ -13,7 +13,6 @@ nothing, nor does another segment. Each draft's measurement is kept in .scratch,
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,7 +127,7 @@ def _learn_row(params: schema.Params, name: str) -> OverfitMeasurement:
         f"{name}: learns row {row.id}, on which perfect guesses reach {perfect_tau:.2f} tokens per verify cycle{covered}",
         flush=True,
     )
-    with nullcontext() if run.is_compiled else without_compiling():
+    with without_compiling():
         losses = _train_on_row(params, run, row, embedding, head, name)
         trainer_tau = run.compute_trainer_tau(row, embedding, head)
     del embedding, head  # the target may need their memory

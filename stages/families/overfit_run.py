@@ -20,7 +20,6 @@ class OverfitRun(ABC):
     """A fresh draft that is trained on one row, which it must overfit; its weights change."""
 
     num_steps: int  # drafts of a chain
-    is_compiled = False  # on a GPU; so few steps end before
     learns_own_tokens = False  # the row's own; else what the target is most likely to answer
     vocabulary: Tensor | None = None  # [V] bool, the tokens that the draft can write; None: all
 

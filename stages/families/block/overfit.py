@@ -26,16 +26,18 @@ from stages.params.families import BlockSegment
 from stages.target.manifest import TargetManifest
 from stages.training.packed_rows import PackIndex
 
+# Of a step: nothing is compiled here, so masks are dense, and those of 512 blocks of 16 would take 100 GB in five layers.
+MOST_ANCHORS = 128
+
 
 class BlockOverfit(OverfitRun):
     """An untrained block draft; the segment names its loss and the anchors of a step."""
 
-    is_compiled = True  # dense masks of five layers of 512 blocks of 16 would take some 100 GB
-
     def __init__(self, loaded: LoadedDraft, segment: BlockSegment, seed: int, device: str, logits_scale: float):
         super().__init__(loaded, device)
         self.num_steps = self.draft.config.num_drafts
-        self.objective = BlockTrainingObjective.of_segment(segment, self.num_steps, seed, logits_scale)
+        few = segment.model_copy(update={"anchors": min(segment.anchors, MOST_ANCHORS)})
+        self.objective = BlockTrainingObjective.of_segment(few, self.num_steps, seed, logits_scale)
         self.learns_own_tokens = not self.objective.loss.l1
 
     def generate_losses(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Iterator[Tensor]:
