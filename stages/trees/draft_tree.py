@@ -20,6 +20,7 @@ number. So a child is never kept without its parent.
 Letters: N trees, K topk, S num_steps, C candidates, M num_draft_tokens (the root counted), D draft vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +31,7 @@ from torch import Tensor
 
 from stages.params.tree_shape import SGLANG_SCORING, TreeShape, count_candidates
 
-# Up to so many scores in a row, or in all, sorting by unique keys is faster than torch.topk and a check for ties.
-SMALL_ROW, SMALL_TOTAL = 128, 1 << 14
+SMALL_ROW, SMALL_TOTAL = 128, 1 << 14  # scores in a row, or in all, that are searched at once
 
 
 class TreeScoring(NamedTuple):
@@ -104,22 +104,23 @@ def check_tree(tree: TreeShape, draft_vocab_size: int, sliding_window: int | Non
 def select_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest of scores [..., C] and their indices, by (score descending, index ascending), on any device.
 
-    torch.topk breaks ties arbitrarily, but is the fastest way to the k largest values of a vocabulary. Where value k + 1 is
-    smaller, the k indices are unique and only need ordering; where it is equal, and among few scores, `_find_topk_by_keys`
-    selects them.
+    torch.topk breaks ties arbitrarily, and is slow on a whole vocabulary. The k largest lie in the k chunks of the largest
+    maxima, by the same order: each of those holds a score that precedes all of any other chunk.
     """
     assert scores.dtype == torch.float32
-    capturing = scores.is_cuda and torch.cuda.is_current_stream_capturing()  # no host sync to look for ties
-    if scores.shape[-1] <= max(k, SMALL_ROW) or scores.numel() <= SMALL_TOTAL or capturing:
+    count = scores.shape[-1]
+    if count <= max(k, SMALL_ROW) or scores.numel() <= SMALL_TOTAL:
         indices = _find_topk_by_keys(scores, k)
         return torch.gather(scores, -1, indices), indices
-    values, indices = torch.topk(scores, k + 1, dim=-1)
-    tied = values[..., k - 1] == values[..., k]
-    indices = indices[..., :k].sort(dim=-1).values
-    by_score = (torch.gather(scores, -1, indices) + 0.0).sort(dim=-1, descending=True, stable=True).indices
-    indices = torch.gather(indices, -1, by_score)
-    if bool(tied.any()):
-        indices[tied] = _find_topk_by_keys(scores[tied], k)
+    chunk = 1 << round(math.log2(count / k) / 2)  # so many maxima as scores in the chosen chunks
+    whole = count // chunk * chunk
+    maxima = [scores[..., :whole].unflatten(-1, (-1, chunk)).amax(-1)]
+    maxima += [scores[..., whole:].amax(-1, keepdim=True)] if whole < count else []
+    chunk_maxima = torch.cat(maxima, -1)
+    chunks = _find_topk_by_keys(chunk_maxima, min(k, chunk_maxima.shape[-1])).sort(-1).values
+    index = (chunks[..., None] * chunk + torch.arange(chunk, device=scores.device)).flatten(-2)  # ascending
+    chosen = torch.gather(scores, -1, index.clamp(max=count - 1)).where(index < count, -torch.inf)
+    indices = torch.gather(index, -1, _find_topk_by_keys(chosen, k))
     return torch.gather(scores, -1, indices), indices
 
 

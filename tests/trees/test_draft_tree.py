@@ -140,6 +140,14 @@ def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choi
     assert not path[0, len(walked) + 1 :].any()
 
 
+@pytest.mark.parametrize(("rows", "count", "k"), [(40, 997, 1), (40, 997, 47), (200, 129, 100), (3, 32_001, 4)])
+def test_the_best_of_many_scores_are_those_of_a_sort(rows: int, count: int, k: int) -> None:
+    scores = torch.randn(rows, count, generator=torch.Generator().manual_seed(0)).mul(4).bfloat16().float()
+    scores[0] = -torch.inf
+    sorted_rows = [sorted(range(count), key=lambda i, row=row: (-row[i], i))[:k] for row in scores.tolist()]
+    assert draft_tree.select_topk(scores, k)[1].tolist() == sorted_rows
+
+
 def test_products_stay_ordered_when_they_underflow() -> None:
     """Products of tiny probabilities reach denormals and zero; their bits still order as their values do."""
     scores = torch.tensor([[math.ldexp(1, -149), 0.0, math.ldexp(1, -126), 1.0, 0.0]])
