@@ -27,7 +27,7 @@ from stages.target.manifest import TargetManifest
 from stages.training.packed_rows import PackIndex
 
 # Of a step: nothing is compiled here, so masks are dense, and those of 512 blocks of 16 would take 100 GB in five layers.
-MOST_ANCHORS = 128
+MOST_ANCHORS = 256
 
 
 class BlockOverfit(OverfitRun):
