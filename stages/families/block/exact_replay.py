@@ -16,7 +16,7 @@ Letters: S tokens of a pack, B answers, L positions of all answers, D drafts of 
 or trees, H hidden, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,8 +26,6 @@ from stages.families.block.expansion import check_block_tree, expand_block
 from stages.families.block.model import BlockDraft
 from stages.params.tree_shape import SGLANG_SCORING, TreeShape
 from stages.replay.replay import PositionTables, ReplayOutput, mark_cycle_starts
-from stages.trees.draft_tree import Candidates
-from stages.trees.expansion import count_logit_rows
 
 
 class AnswerPositions(NamedTuple):
@@ -88,37 +86,20 @@ def replay_block_trees(
     positions: AnswerPositions,
     trees: Sequence[TreeShape],
     tree_scoring: str = SGLANG_SCORING,  # a key of TREE_SCORINGS
-    positions_per_batch: int | None = None,  # None: `count_logit_rows`
+    positions_per_batch: int = 1024,  # see `BlockReplay.compute_capacity`
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:
     """Replay trees over the blocks of all positions. Raises ValueError for a tree that can't be built from such blocks."""
     for tree in trees:
         check_block_tree(tree, draft.config.vocab_size, draft.config.num_drafts, draft.config.selector_top_k)
     tables = PositionTables(trees, len(states), tree_scoring, states.device)
-    for topk in tables.topks:
-        inputs = states[:, : tables.num_steps], positions.anchor_tokens, topk, tree_scoring, positions_per_batch
-        for batch, candidates in expand_positions(draft, head, *inputs):
+    for start in range(0, len(states), positions_per_batch):
+        batch = slice(start, min(start + positions_per_batch, len(states)))
+        for topk in tables.topks:
+            inputs = states[batch, : tables.num_steps], positions.anchor_tokens[batch]
+            candidates = expand_block(draft, head, *inputs, topk, tree_scoring)
             tables.fill_positions(batch, topk, candidates, positions.following[batch, : tables.num_steps])
     output = tables.walk(positions.counts, positions.prompt_lengths)
     if not traced:
         return output
     return output._replace(cycle_starts=mark_cycle_starts(tables.accepted[list(traced)], positions.counts))
-
-
-def expand_positions(
-    draft: BlockDraft,
-    head: Tensor,
-    states: Tensor,  # [L, S, H] those of the first num_steps drafts
-    anchor_tokens: Tensor,
-    topk: int,
-    tree_scoring: str,
-    positions_per_batch: int | None,
-) -> Iterator[tuple[slice, Candidates]]:
-    """Yield the candidates of batches of positions (`count_logit_rows`)."""
-    nodes = states.shape[1] + (topk if draft.is_conditional else 0)  # whose logits are held at once
-    size = count_logit_rows(draft.config.vocab_size, states.device) // nodes
-    size = max(1, size if positions_per_batch is None else min(size, positions_per_batch))
-    for start in range(0, max(1, len(states)), size):  # of no positions, a batch of none
-        batch = slice(start, min(start + size, len(states)))
-        batch_states = states[batch]
-        yield batch, expand_block(batch_states @ head.T, batch_states, anchor_tokens[batch], draft, topk, tree_scoring)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stages.families.block import exact_replay
 from stages.families.block.exact_replay import AnswerPositions, ReplayPack, compute_anchor_states
+from stages.families.block.expansion import expand_block
 from stages.families.block.model import BlockDraft
 from stages.families.block.sampled_replay import replay_sampled_drafts
 from stages.families.draft_files import LoadedDraft
@@ -65,10 +66,9 @@ class BlockReplay(DraftReplay):
         index = (positions.counts.cumsum(0) - positions.counts)[row] + position
         states = self._compute_states(batch, positions.anchors[index], num_positions)[:, : tree.num_steps]
         anchor_tokens, following = positions.anchor_tokens[index], positions.following[index, : tree.num_steps]
-        expanded = exact_replay.expand_positions(
-            self.draft, self.head, states, anchor_tokens, tree.topk, self.tree_scoring, num_positions
-        )
-        columns = zip(*((c.scores, c.tokens, c.parents) for _, c in expanded), strict=True)
+        groups = zip(states.split(num_positions), anchor_tokens.split(num_positions), strict=True)
+        expanded = [expand_block(self.draft, self.head, *group, tree.topk, self.tree_scoring) for group in groups]
+        columns = zip(*((c.scores, c.tokens, c.parents) for c in expanded), strict=True)
         candidates = Candidates(*(torch.cat(column) for column in columns))
         return describe_cycles(row, position, candidates, following, tree, self.tree_scoring)
 
