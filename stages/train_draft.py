@@ -252,7 +252,7 @@ def _check_gate(name: str, settings: TrainDraft) -> None:
 def _write_checkpoint(
     folder: Path, draft: LoadedDraft, trainer: Trainer, weights: dict[str, Tensor], state: dict[str, Tensor]
 ) -> None:
-    registry.get(draft.family).files.write(folder, {**draft.config, "dtype": trainer.settings.dtype}, weights)
+    registry.get(draft.family).files.write(folder, {**draft.config, "dtype": trainer.settings.compute_dtype}, weights)
     checkpoint.write_state(folder, state, {"epoch": trainer.epoch, "step": trainer.step})
 
 

@@ -55,7 +55,7 @@ class RankedTraining(DraftTraining):
         """The sizes and the vocabulary are those of e000."""
         config, root = eagle3_checkpoint.read_root_draft()
         settings = params.train_draft
-        config = self.build_config(settings.checkpoints[name], DraftConfig.from_json(config), settings.dtype)
+        config = self.build_config(settings.checkpoints[name], DraftConfig.from_json(config), settings.compute_dtype)
         module = self.draw_module(config, head, root, settings.seed, target.logits_scale)
         return LoadedDraft(self.facts, module, config, target.feature_layers)
 

@@ -125,7 +125,8 @@ class TrainDraft(Section):
     mask: Literal["aligned", "eagle"] = "aligned"
     # ce: soft cross-entropy; lk_alpha, lk_lambda: by acceptance (docs/training.md)
     loss: Literal["ce", "lk_alpha", "lk_lambda"] = "ce"
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation: master weights and moments stay float32
+    # of the computation: master weights and moments stay float32; null: float32 beside such a target, else bfloat16
+    dtype: Literal["float32", "bfloat16"] | None = None
     # muon: matrices by Muon, norms, biases and vocabulary tables by AdamW; adamw: all by AdamW
     optimizer: Literal["muon", "adamw"] = "muon"
     muon_learning_rate: Positive = 0.004
@@ -195,6 +196,11 @@ class TrainDraft(Section):
                 )
             self.checkpoints[name] = segment.model_copy(update={"horizon_epochs": horizon})
         return self
+
+    @property
+    def compute_dtype(self) -> str:
+        assert self.dtype is not None, "Params fills it in"
+        return self.dtype
 
     def choose_batch_tokens(self, tokens: int, longest: int) -> int:
         """Return the tokens of a pack on rows of so many `tokens`, of which the longest has `longest`.

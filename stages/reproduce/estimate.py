@@ -249,7 +249,7 @@ class _Run:
         shape = f"{m.hidden_size} wide, {self.draft.intermediate_size} within, vocabulary {self.draft.draft_vocab_size}"
         shape = f"inferred: {shape}, {self.draft.rope['rope_type']} RoPE"
         result.add_line("draft", f"{format_count(self.eagle3_parameters)} parameters", shape)
-        itemsize = get_itemsize(p.train_draft.dtype)
+        itemsize = get_itemsize(p.train_draft.compute_dtype)
         for name in p.train_draft.list_fresh_drafts():
             total = self.count_parameters(name)
             # Weights, gradient and both moments are float32; below it there are weights and a gradient in the dtype too.
@@ -266,7 +266,7 @@ class _Run:
             result.add_disk("init_draft", "checkpoint e000", 4 * total, f"{format_count(total)} * 4 bytes")
         if segments := p.train_draft.checkpoints:
             # A segment keeps its draft, float32 weights and two moments; while it runs, another set.
-            sizes, each = list(map(self.count_parameters, segments)), get_itemsize(p.train_draft.dtype) + 12
+            sizes, each = list(map(self.count_parameters, segments)), get_itemsize(p.train_draft.compute_dtype) + 12
             kept = sum(sizes) + max(sizes)
             derivation = f"{format_count(kept)} parameters * {each} bytes"
             result.add_disk("train_draft", "checkpoints", kept * each, derivation)

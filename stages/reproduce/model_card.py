@@ -72,7 +72,7 @@ def _render_card(params: schema.Params, name: str, config: dict[str, Any], draft
         target=target,
         family=find_family(config),
         vocabulary=config.get("draft_vocab_size") or target.vocab_size,
-        dtype=training.dtype,
+        dtype=training.compute_dtype,
         megabytes=(draft / "model.safetensors").stat().st_size / 1e6,
         raw=params.fix_data.raw,
         answers=answers,

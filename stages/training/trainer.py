@@ -108,7 +108,7 @@ class Trainer:
         """Move the draft to the device, cast and shard it, and restore the optimizer. Its frozen weights ask for no gradient."""
         self.draft, self.objective, self.settings, self.ranks = draft, objective, settings, ranks
         self.epoch, self.step, self.log = start.epoch, start.step, list(start.epochs)
-        self.dtype = getattr(torch, settings.dtype)
+        self.dtype = getattr(torch, settings.compute_dtype)
         self.horizon_epochs = horizon_epochs
         self.schedule: LearningRateSchedule | None = None  # planned from the rows of the first epoch
         self.online_packs: OnlinePacks | None = None  # where no hidden states of training rows are stored

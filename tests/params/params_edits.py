@@ -35,6 +35,7 @@ for segment in READ["train_draft"]["checkpoints"].values():
     del segment["horizon_epochs"]  # filled in
     del segment["method"]  # as a user writes segments of EAGLE-3
 REAL = "\n".join(_write_out(READ)) + "\n"
+READ["train_draft"]["dtype"] = None  # filled in
 MEASURED = "benchmark|[e009]"  # benchmark.checkpoints
 SECOND = "e009: {from: e003, epochs: 6}"
 

@@ -77,7 +77,7 @@ class Training(DraftTraining):
         try:
             mask_token = choose_mask_token(tokenizer, target, held)
             sizes = choose_sizes(segment, DraftConfig.from_json(root), target, mask_token)
-            config = build_block_config(sizes, target.num_layers, params.train_draft.dtype)
+            config = build_block_config(sizes, target.num_layers, params.train_draft.compute_dtype)
             if sizes.max_position_embeddings < (end := longest + sizes.block_size):  # engines prepare no later ones
                 raise ValueError(
                     f"blocks of rows of {longest} tokens reach position {end}, expected at most e000's max_position_embeddings "
