@@ -34,11 +34,6 @@ class Interval(NamedTuple):
         return (self.high - self.low) / 2
 
 
-def compute_relative_half(ends: Interval | None, middle: float) -> float | None:
-    """Return half of an interval as a share of the value between its ends; None without an interval."""
-    return ends.half / middle if ends and middle else None
-
-
 class TimeEstimate(NamedTuple):
     """A typical value and its standard error as a share of it; None for a single value."""
 

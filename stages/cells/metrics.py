@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stages.cells import interval
-from stages.cells.cell import Acceptance, PooledSpeedup
+from stages.cells.cell import Acceptance, Speedup
 from stages.cells.request_record import AcceptanceCounts, RequestRecord
 from stages.trees import accept_length
 
@@ -36,22 +36,21 @@ def pool_acceptance(
         cycles=passes,
         accepted=drafts,
         histogram=histogram.tolist(),
-        clipped=all(count.clipped for count in counts),
         engine={},
     )
 
 
 def pool_speedup(
     repeats: Sequence[Sequence[RequestRecord]], plain_repeats: Sequence[Sequence[RequestRecord]], prompt_set: str
-) -> PooledSpeedup:
-    """Return the speedup of answers over plain ones of the same prompts, the records of each repeat.
+) -> Speedup:
+    """Return the speedup of answers over plain ones of the same prompts, pooled; the records of each repeat.
 
-    `prompt_set` is the workload's, by which prompts are clustered.
+    Its interval is over prompts and repeats. `prompt_set` is the workload's, by which prompts are clustered.
     """
     columns = [*_sum_speed_columns(repeats, prompt_set), *_sum_speed_columns(plain_repeats, prompt_set)]
     tokens, seconds, plain_tokens, plain_seconds = (float(column.sum()) for column in columns)
     low, high = interval.compute_speedup_interval(*columns) or (None, None)
-    return PooledSpeedup(speedup=tokens / seconds / (plain_tokens / plain_seconds), speedup_low=low, speedup_high=high)
+    return Speedup(speedup=tokens / seconds / (plain_tokens / plain_seconds), speedup_low=low, speedup_high=high)
 
 
 def _sum_speed_columns(repeats: Sequence[Sequence[RequestRecord]], prompt_set: str) -> tuple[np.ndarray, np.ndarray]:

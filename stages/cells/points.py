@@ -5,21 +5,32 @@ A point is one answer length at one concurrency. Its records are nested lists: o
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
-from stages.cells import request_record
-from stages.cells.cell import Acceptance, GradeSummary, LoadPoint, RequestRow
-from stages.cells.request_record import RequestRecord
+from stages.cells import interval, request_record
+from stages.cells.cell import Acceptance, GradeSummary, LoadPoint, RequestRow, Speedup
+from stages.cells.request_record import LoadSummary, RequestRecord
 from stages.params.tree_shape import Load
 
 MIN_JUDGED_CYCLES = 100  # of a draft that has one in twenty accepted, 100 cycles without any are one load in 170
 RepeatRecords = list[list[list[RequestRecord]]]  # repeat -> turn -> requests
 
 
-def list_throughputs(repeats: RepeatRecords) -> list[float | None]:
-    """Return the output tokens/s of each repeat; None where tokens are not counted."""
-    return [request_record.summarise_load(request_record.join_turns(turns)).output_throughput for turns in repeats]
+def summarise_repeats(repeats: RepeatRecords) -> list[LoadSummary]:
+    """Return the figures of each repeat; the times of later turns are shifted."""
+    return [request_record.summarise_load(request_record.join_turns(turns)) for turns in repeats]
+
+
+def average_speedup(loads: Sequence[LoadSummary], plain: Sequence[LoadSummary]) -> Speedup | None:
+    """Return the mean speedup over the repeats of a load, of one or more; None where one of them answered nothing."""
+    throughputs = [(one.output_throughput, other.output_throughput) for one, other in zip(loads, plain, strict=True)]
+    if not all(map(all, throughputs)):
+        return None
+    speedups = [speculative / plain for speculative, plain in throughputs]
+    low, high = interval.compute_mean_interval(speedups) or (None, None)
+    return Speedup(speedup=fmean(speedups), speedup_low=low, speedup_high=high)
 
 
 def build_point(
@@ -36,7 +47,7 @@ def build_point(
 
     With `grade_answer` the answers of first turns are graded; `grading` is how, in words.
     """
-    loads = [request_record.summarise_load(request_record.join_turns(turns)) for turns in repeats]  # shifts their times
+    loads = summarise_repeats(repeats)
     rows, marks = list[RequestRow](), list[bool | None]()
     for repeat, turns in enumerate(repeats):
         for turn, records in enumerate(turns):
@@ -64,7 +75,7 @@ def _make_request_row(r: RequestRecord, repeat: int, turn: int, correct: bool | 
         id=r.question_id,
         turn=turn,
         prompt_tokens=r.input_tokens,
-        output_tokens=r.output_tokens if r.is_counted else None,
+        output_tokens=r.output_tokens,
         cycles=r.counts.cycles if r.counts else None,
         accepted=r.counts.accepted if r.counts else None,
         finish_reason=r.finish_reason,
@@ -75,10 +86,5 @@ def _make_request_row(r: RequestRecord, repeat: int, turn: int, correct: bool | 
         wait_s=r.sent - r.due,
         answer=hashlib.sha256(answer.encode()).hexdigest()[:16] if done else None,
         correct=correct,
-        process_s=r.process_s,
         divergence_margin=r.divergence_margin,
     )
-
-
-def format_throughput(throughput: float | None) -> str:
-    return "tokens not counted" if throughput is None else f"{throughput:.1f} output tokens/s"

@@ -107,7 +107,7 @@ def _compare_line(
     if differs := timing_grid.list_hardware_differences(timed.hardware, line.cell.hardware):
         return f"{OTHER_MACHINE}, {', '.join(differs)}"
     plain = next((step for step in timed.plain if step.batch == row.concurrency), None)
-    if plain is None or not prediction.is_inside_grid(prediction.get_grid_bounds(timed), shape, plain.batch):
+    if plain is None or not timed.covers(shape, plain.batch):
         return "outside the grid"
     trees = select_temperature(replays.get(str(row.checkpoint), []), row.temperature, line.cell.draft_sampling)
     tree = next((tree for tree in trees if tree.shape == shape), None)

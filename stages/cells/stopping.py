@@ -1,13 +1,10 @@
 """When a cell has been repeated often enough: docs/workloads.md, "until"."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 
-from stages.cells import interval
-from stages.cells.cell import PooledSpeedup, StoppingRecord
+from stages.cells.cell import StoppingRecord
 
 # An interval over two repeats is 12.7 standard errors to either side; of prompts that are decoded both ways it is over prompts.
 FEWEST_COMPARED_REPEATS = 3
@@ -44,24 +41,3 @@ class RepeatRule:
             if seconds >= self.most_seconds:
                 return ended(rule="most_seconds")
         return None
-
-
-def measure_pooled_half_width(found: PooledSpeedup) -> float | None:
-    """Return half of the interval of a pooled speedup, as a share of it; None without an interval."""
-    if found.speedup_low is None or found.speedup_high is None:
-        return None
-    return interval.compute_relative_half(interval.Interval(found.speedup_low, found.speedup_high), found.speedup)
-
-
-def measure_loads_half_width(
-    throughputs: Sequence[float | None], baseline_throughputs: Sequence[float | None]
-) -> float | None:
-    """Return half of the interval of a load's speedup, as a share of it; from output tokens/s of each repeat.
-
-    None with fewer than two repeats, or where one answered nothing, or its tokens are not counted.
-    """
-    pairs = zip(throughputs, baseline_throughputs, strict=True)
-    speedups = [a / b for a, b in pairs if a is not None and b]
-    if len(speedups) < len(throughputs):
-        return None
-    return interval.compute_relative_half(interval.compute_mean_interval(speedups), fmean(speedups))

@@ -143,18 +143,13 @@ class SGLang(protocol.ServingEngine):
         return max(captured) if captured else decode.get("max_bs")
 
     def build_request(self, request: protocol.LoadRequest, model: str) -> protocol.BuiltRequest:
-        """Token ids go to its own protocol: only there it reports accepted drafts."""
-        if not request.has_token_ids:
-            return super().build_request(request, model)
+        """Return a request of its own protocol: only there it reports accepted drafts."""
         sampling = {
             "max_new_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p,
             **request.extensions,
         }  # fmt: skip
         body = {"input_ids": request.prompt, "sampling_params": sampling, "stream": True, **request.engine_fields}
         return protocol.BuiltRequest("/generate", orjson.dumps(body), read_generate)
-
-    def list_request_fields(self, request: protocol.LoadRequest) -> protocol.Body:
-        return {**request.extensions, "return_spec_tokens_details": True}  # ignored up to 0.5.17
 
     async def begin_load(self, http: HttpSession, url: str) -> None:
         """Flush the cache, so that no prompt finds its beginning there and its own averages are of this load."""

@@ -305,7 +305,7 @@ class TorchCell(CellEngine, Subject):
         record.finish_reason = "stop" if record.ids[-1] in self.engine.end_tokens else "length"
         if kind == SPECULATIVE:
             histogram = [accepted[1:].count(length) for length in range(self.tree.num_steps + 1)]
-            record.counts = AcceptanceCounts(len(accepted) - 1, sum(accepted), True, histogram)
+            record.counts = AcceptanceCounts(len(accepted) - 1, sum(accepted), histogram)
 
     # Load by load
 

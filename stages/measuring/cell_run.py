@@ -14,7 +14,7 @@ from stages.cells.cell import (
     Cell,
     LoadPoint,
     NotMeasuredError,
-    PooledSpeedup,
+    Speedup,
     StoppingRecord,
 )
 from stages.cells.request_record import RequestRecord
@@ -77,7 +77,7 @@ def _build_engine(context: CellContext) -> CellEngine:
         from stages.engines.torch_engine import TorchCell  # the engine's kernels, which no server needs
 
         return TorchCell(context)
-    from stages.measuring.served_cell import ServedCell
+    from stages.measuring.measured_server import ServedCell
 
     return ServedCell(context)
 
@@ -104,7 +104,7 @@ def build_point(
     kind: str,
     load: Load,
     of_load: RepeatResults,
-    in_turns: PooledSpeedup | None = None,
+    in_turns: Speedup | None = None,
     process_share: float | None = None,
     stopping: StoppingRecord | None = None,
 ) -> LoadPoint:
@@ -153,6 +153,6 @@ def _summarise_point(point: LoadPoint | None, plain: LoadPoint | None, is_greedy
         identical = "" if share is None else f"identical {share:.0%} of "
         return f"{', '.join(told)}, speedup {point.in_turns.speedup:.2f}, {identical}{len(point.requests)} answers"
     for one, word in ((point, ""), (plain, "plain ")):
-        told += [f"{word}{points.format_throughput(one.mean_throughput)}"] if one else []
+        told += [f"{word}{one.mean_throughput:.1f} output tokens/s"] if one else []
     some = point or plain
     return f"{some.load if some else ''}: {', '.join(told)}"

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from stages.cells import metrics, points, request_record, stopping
-from stages.cells.cell import PLAIN, SPECULATIVE, PooledSpeedup, StoppingRecord
+from stages.cells import metrics, points, request_record
+from stages.cells.cell import PLAIN, SPECULATIVE, Speedup, StoppingRecord
 from stages.cells.points import RepeatRecords
 from stages.cells.stopping import FEWEST_COMPARED_REPEATS, RepeatRule
 from stages.engines.cell_engine import CellEngine, LoadResult, RepeatResults, ResultsByKind, Subject
@@ -109,7 +109,7 @@ def _describe_turns(turns: list[LoadResult], simulates: bool) -> str:
     cycles, accepted = sum_counts(turns)
     tau = "acceptance simulated, " if simulates else f"tau {1 + accepted / cycles:.3f}, " if cycles else ""
     answered = f"{summary.completed} of {summary.requests} answered"
-    return f"{tau}{points.format_throughput(summary.output_throughput)}, {answered}, {summary.duration_s:.1f} s"
+    return f"{tau}{summary.output_throughput:.1f} output tokens/s, {answered}, {summary.duration_s:.1f} s"
 
 
 def sum_counts(results: list[LoadResult]) -> tuple[int, int]:
@@ -126,7 +126,7 @@ def join_results(cell: CellEngine) -> ResultsByKind:
     return {kind: loads for subject in cell.subjects for kind, loads in subject.results.items()}
 
 
-def pool_speedup(cell: CellEngine, load: Load) -> PooledSpeedup:
+def pool_speedup(cell: CellEngine, load: Load) -> Speedup:
     """Return the speedup of answers that were decoded both ways in turns."""
     results = join_results(cell)
     answers, plain = (
@@ -138,14 +138,16 @@ def pool_speedup(cell: CellEngine, load: Load) -> PooledSpeedup:
 
 def _measure_widest_half(cell: CellEngine, loads: list[Load]) -> float | None:
     """Return the widest of the loads' speedup intervals, as half of it and a share; None where a load has none."""
-    results, halves = join_results(cell), []
+    results = join_results(cell)
     if len(results) < 2:
         return None
+    halves = []
     for load in loads:
         if cell.in_turns:
-            halves.append(stopping.measure_pooled_half_width(pool_speedup(cell, load)))
+            found: Speedup | None = pool_speedup(cell, load)
         else:
-            speeds = (points.list_throughputs(list_records(results[kind][load])) for kind in (SPECULATIVE, PLAIN))
-            halves.append(stopping.measure_loads_half_width(*speeds))
+            both = (points.summarise_repeats(list_records(results[kind][load])) for kind in (SPECULATIVE, PLAIN))
+            found = points.average_speedup(*both)
+        halves.append(found.half_width if found else None)
     known = [half for half in halves if half is not None]
     return max(known) if len(known) == len(halves) else None

@@ -4,7 +4,7 @@ import base64
 import difflib
 import hashlib
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,10 +151,9 @@ def _build_replays(
 # Measured cells
 
 
-def _list_headings(in_turns: bool, hidden: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return the heads of a table of cells but for the `hidden` fields."""
-    shown = ResultRow.list_view(in_turns, on_page=True).items()
-    return [column.heading for name, column in shown if column.heading and name not in hidden]
+def _list_headings(in_turns: bool) -> list[tuple[str, str]]:
+    """Return the heads of a table of cells."""
+    return [column.heading for column in ResultRow.list_view(in_turns, on_page=True).values() if column.heading]
 
 
 def _select_histograms(lines: list[TableLine]) -> list[tuple[TableLine, list[str]]]:

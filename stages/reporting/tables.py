@@ -76,7 +76,7 @@ class ResultGroup:
     @property
     def plain_columns(self) -> dict[str, str]:
         """Return the texts of the columns that plain decoding has, prompt by prompt, by field."""
-        known = {"tau": 1.0, "speedup": 1.0, "process_speedup": 1.0} | self.plain
+        known = {"tau": 1.0, "speedup": 1.0} | self.plain
         texts = {
             name: format_number(known[name], column.decimals, column.factor) + column.suffix if name in known else ""
             for name, column in ResultRow.list_view(in_turns=True, on_page=True).items()

@@ -31,7 +31,7 @@ def test_values_are_added_up_by_cluster_in_the_order_of_first_appearance() -> No
 def pool(repeats: list[dict[str, int]], prompts: str = "gsm8k") -> Acceptance:
     """The acceptance of a point whose every answer takes ten cycles."""
     counted = [answer for accepted in repeats for answer in accepted.items()]
-    counts = [AcceptanceCounts(10, accepted, True, [10, 0, 0, 0]) for _, accepted in counted]
+    counts = [AcceptanceCounts(10, accepted, [10, 0, 0, 0]) for _, accepted in counted]
     return metrics.pool_acceptance(counts, [interval.get_cluster(prompts, name) for name, _ in counted], 3, 4)
 
 

@@ -1,9 +1,12 @@
 """When repeats end."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from stages.cells import interval
-from stages.cells.stopping import RepeatRule, measure_loads_half_width
+from stages.cells import interval, points
+from stages.cells.stopping import RepeatRule
 
 
 @pytest.mark.parametrize(
@@ -27,10 +30,12 @@ def test_a_fixed_number_is_neither_more_nor_less(capsys: pytest.CaptureFixture[s
 
 
 def test_a_loads_half_width_is_that_of_its_repeats_speedups() -> None:
-    speedups = [1.5, 1.6, 1.4]
-    ends = interval.compute_mean_interval(speedups)
+    def average(loads: list[float], plain: list[float]) -> Any:
+        return points.average_speedup(*([SimpleNamespace(output_throughput=x) for x in xs] for xs in (loads, plain)))
+
+    ends = interval.compute_mean_interval([1.5, 1.6, 1.4])
     assert ends is not None
-    found = measure_loads_half_width([15.0, 32.0, 7.0], [10.0, 20.0, 5.0])
-    assert found == pytest.approx((ends.high - ends.low) / 2 / 1.5)
-    assert measure_loads_half_width([15.0], [10.0]) is None
-    assert measure_loads_half_width([15.0, 32.0], [10.0, 0.0]) is None
+    found = average([15.0, 32.0, 7.0], [10.0, 20.0, 5.0])
+    assert found.half_width == pytest.approx((ends.high - ends.low) / 2 / 1.5) and found.speedup == pytest.approx(1.5)
+    assert average([15.0], [10.0]).half_width is None
+    assert average([15.0, 32.0], [10.0, 0.0]) is None

@@ -14,15 +14,21 @@ from tests.engines.misbehaving_server import Fake
 AT_ONCE = Arrivals(math.inf, None, 0)
 
 
-def make_requests(count: int, prompt: Any = None, **changes: Any) -> list[LoadRequest]:
-    fields = {"prompt": [{"role": "user", "content": "hello"}] if prompt is None else prompt}
-    fields |= {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": None, "ignore_eos": False} | changes
+def make_requests(count: int, prompt: list[int] | None = None, **changes: Any) -> list[LoadRequest]:
+    fields = {
+        "prompt": prompt or [1, 2, 3],
+        "max_tokens": 8,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "ignore_eos": False,
+    } | changes
     return [LoadRequest(id=str(index), **fields) for index in range(count)]
 
 
 def run_load(url: str, requests: list[LoadRequest], arrivals: Arrivals = AT_ONCE, **overrides: Any) -> LoadResult:
     settings = {"request_timeout_s": 60.0, "warmup": [], "section": "benchmark_served.servers.sglang"} | overrides
-    settings["engine"] = registry.get(overrides.get("engine", "openai"))
+    settings["engine"] = registry.get(overrides.get("engine", "vllm"))
     return asyncio.run(load_generator.run_load(url, "tiny", requests, arrivals, **settings))
 
 

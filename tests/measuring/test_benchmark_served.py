@@ -42,7 +42,7 @@ def test_served_cycles_equal_those_of_replay(tree: str, project: Path) -> None:
         acceptance["tau"] == pytest.approx(expected["tau"], abs=1e-12)
         and acceptance["tau_low"] <= acceptance["tau"] <= acceptance["tau_high"]
     )
-    assert sum(acceptance["histogram"]) == acceptance["cycles"] and acceptance["clipped"]
+    assert sum(acceptance["histogram"]) == acceptance["cycles"]
     assert acceptance["engine"]["avg_spec_accept_length"] == pytest.approx(acceptance["tau"])
     assert [r["failed"] for r in found["requests"]] == [None] * 6 and not found["warnings"]
 
