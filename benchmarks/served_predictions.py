@@ -14,9 +14,10 @@ import math
 import os
 from collections import defaultdict
 
-from stages.cells import prediction_check, replay_records, table, timing_grid
+from stages.cells import prediction_check, table, timing_grid
 from stages.cells.cell import Cell
 from stages.cells.prediction_check import ComparedPrediction
+from stages.cells.replay_records import ReplayedTree
 from stages.cells.table import ResultRow
 from stages.cells.timing_grid import TimingGrid
 from stages.params import schema
@@ -30,7 +31,7 @@ def main(checkpoint: str | None = None) -> None:
     engine, served = p.benchmark_served.engines[0], p.benchmark_served
     timed = p.time_cycles.checkpoints
     grids = [grid for name in timed for grid in timing_grid.read_grids(engine, name, p.target.model)]
-    replays = {checkpoint: replay_records.read_replay(checkpoint)}
+    replays = {checkpoint: ReplayedTree.read(checkpoint)}
     cells = [cell for name in served.workloads for cell in read_cells(engine, name, checkpoint, served.trees)]
     lines = table.join_lines(cells, replays, served.workloads)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stages import report
-from stages.cells import replay_records, timing_grid
+from stages.cells import timing_grid
 from stages.cells.cell import Cell
 from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.params import schema
@@ -78,8 +78,8 @@ def make_up_results(p: schema.Params) -> None:
                 )
             )
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
-        TreeBucket.write_csv(replay_records.locate_tree_statistics(checkpoint), [])
-        GroupTau.write_csv(replay_records.locate_group_taus(checkpoint), [])
+        TreeBucket.write_csv(TreeBucket.locate(checkpoint), [])
+        GroupTau.write_csv(GroupTau.locate(checkpoint), [])
         epochs = [
             {
                 "epoch": e,
@@ -220,7 +220,7 @@ def serve(workloads: Row, **benchmark: Any) -> None:
 
 def replayed(tree: str, checkpoint: str = "e009") -> float:
     shape = TreeShape.parse(tree)
-    return next(row.tau for row in replay_records.read_replay(checkpoint) if row.shape == shape)
+    return next(row.tau for row in ReplayedTree.read(checkpoint) if row.shape == shape)
 
 
 def make_up_served(workload: str, off: float = 1.0, **keys: Any) -> None:
