@@ -189,8 +189,8 @@ def _build_replay_rows(
     sums = interval.sum_by_cluster(names, counts.accepted), interval.sum_by_cluster(names, counts.cycles)
     intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in trees])
     if traces:
-        traces.groups.extend(group_taus.list_by_source(grid, names, counts.accepted, counts.cycles))
-        traces.groups.extend(group_taus.list_by_context(grid, names, row_lengths.CONTEXT_EDGES, *counts.by_context))
+        traces.groups.extend(group_taus.list_by_source(grid, names, (counts.accepted, counts.cycles)))
+        traces.groups.extend(group_taus.list_by_context(grid, names, row_lengths.CONTEXT_EDGES, counts.by_context))
     topks = sorted({tree.topk for tree in trees})
     threshold_sums = dict(zip(topks, counts.adaptive.swapaxes(0, 1), strict=True))  # topk -> [3, thresholds, steps]
     found: list[ReplayedTree] = []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from stages.cells import interval
 from stages.cells.cost_model import CostModel
@@ -232,10 +232,7 @@ def write_launch(launch: list[LaunchAdvice], costs: list[TimingGrid]) -> None:
 
 def read_launch() -> list[LaunchAdvice]:
     """Return what to launch. Raises ValueError naming the command to run, if the file is missing."""
-    found: dict[str, Any] = atomic.read_json(LAUNCH_FILE, made_by="report")
-    if "launch" not in found:
-        raise ValueError(f"{LAUNCH_FILE} holds nothing to launch; run: dvc repro -f -s report")
-    return [LaunchAdvice.model_validate(row) for row in found["launch"]]
+    return [LaunchAdvice.model_validate(row) for row in atomic.read_json(LAUNCH_FILE, made_by="report")["launch"]]
 
 
 def describe_crossings(points: Sequence[tuple[float, float]], axis: str) -> str:

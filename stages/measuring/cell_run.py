@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import zip_longest
 
-from stages.cells import cell, interval, metrics, points
+from stages.cells import cell, interval, points
 from stages.cells.cell import (
     PLAIN,
     RAN,
@@ -114,7 +114,7 @@ def build_point(
     answers, acceptance = [record for result in results for record in result.records], None
     counted = [(record, record.counts) for record in answers if record.counts]
     if kind == SPECULATIVE and context.tree and counted:
-        acceptance = metrics.pool_acceptance(
+        acceptance = points.pool_acceptance(
             [counts for _, counts in counted],
             [interval.get_cluster(context.workload.prompts, record.question_id) for record, _ in counted],
             context.tree.num_steps,

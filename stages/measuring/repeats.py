@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from stages.cells import metrics, points, request_record
+from stages.cells import points, request_record
 from stages.cells.cell import PLAIN, SPECULATIVE, Speedup, StoppingRecord
 from stages.cells.points import RepeatRecords
 from stages.cells.stopping import FEWEST_COMPARED_REPEATS, RepeatRule
@@ -133,7 +133,7 @@ def pool_speedup(cell: CellEngine, load: Load) -> Speedup:
         [[record for result in turns for record in result.records] for turns in results[kind][load]]
         for kind in (SPECULATIVE, PLAIN)
     )
-    return metrics.pool_speedup(answers, plain, cell.context.workload.prompts)
+    return points.pool_speedup(answers, plain, cell.context.workload.prompts)
 
 
 def _measure_widest_half(cell: CellEngine, loads: list[Load]) -> float | None:

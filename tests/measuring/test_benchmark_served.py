@@ -154,7 +154,9 @@ def test_a_real_llama_cpp_accepts_what_replay_says(project: Path, capsys: pytest
     assert re.search(r"answers with both: 64 tokens in \d\d cycles", out) and "exported/e003-q8_0.gguf" in out
 
 
-def test_llama_cpps_converter_runs_no_code_of_a_target_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpps_converter_runs_no_code_of_a_target_unasked(
+    tmp_path: Path, forked_stages: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It trusts every tokenizer's code, as this stand-in for it does."""
     monkeypatch.chdir(tmp_path)
     asks = "import sys, transformers as t\nt.AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)"
