@@ -43,7 +43,7 @@ def list_by_context(
     """
     accepted, cycles = counts
     for context, (low, high) in enumerate(itertools.pairwise(edges[: cycles.shape[2] + 1])):
-        rows = cycles[..., context].any(1)
+        rows = np.asarray(cycles[..., context].any(1))
         if rows.any():
             of_context = accepted[..., context], cycles[..., context]
             yield from _list_group("context", f"{low}-{high}", grid, names, rows, of_context)
