@@ -16,7 +16,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stages.cells import replay_records, training_records
-from stages.cells.replay_records import GroupTau, ReplayedTree
 from stages.cells.table import ResultRow
 from stages.draft import checkpoint
 from stages.params import schema, stage_inputs
@@ -64,9 +63,9 @@ def _render_card(params: schema.Params, name: str, config: dict[str, Any], draft
         chain[parent] = training_records.read_training(parent, training.checkpoints[parent].from_)
         parent = training.checkpoints[parent].from_
     keys = training.model_fields_set - {"checkpoints", "report_to", "run_name", "processes"}
-    trees = replay_records.select_temperature(ReplayedTree.read(name), 0.0)
+    trees = replay_records.select_temperature(replay_records.ReplayedTree.read(name), 0.0)
     wanted = {CHAIN, *params.benchmark.trees}
-    parts = {(row.tree, row.group): row for row in GroupTau.read(name) if row.by == "source"}
+    parts = {(row.tree, row.group): row for row in replay_records.GroupTau.read(name) if row.by == "source"}
     table = ResultRow.read_table() if ResultRow.TABLE.exists() else []
     return environment.get_template("model_card.md.j2").render(
         licence=licence,
