@@ -8,9 +8,8 @@ one of them is unknown, there is no interval.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -233,27 +232,3 @@ def write_launch(launch: list[LaunchAdvice], costs: list[TimingGrid]) -> None:
 def read_launch() -> list[LaunchAdvice]:
     """Return what to launch. Raises ValueError naming the command to run, if the file is missing."""
     return [LaunchAdvice.model_validate(row) for row in atomic.read_json(LAUNCH_FILE, made_by="report")["launch"]]
-
-
-def describe_crossings(points: Sequence[tuple[float, float]], axis: str) -> str:
-    """Return where the speedup crosses 1 in words, as "faster up to a concurrency of 45.3, slower beyond".
-
-    `points` are (position on the axis, speedup) in the axis's order. Between two of them it is linear over log(axis); exactly 1
-    counts as faster.
-    """
-    found = [
-        math.exp(math.log(x0) + (1 - y0) / (y1 - y0) * math.log(x1 / x0))
-        for (x0, y0), (x1, y1) in pairwise(points)
-        if (y0 >= 1) != (y1 >= 1)
-    ]
-    start, paces = points[0][1] >= 1, ("slower", "faster")
-    ends = f"{points[0][0]:g} to {points[-1][0]:g}" if len(points) > 1 else f"{points[0][0]:g}"
-    if not found:
-        x, y = min(points, key=lambda p: p[1]) if start else max(points, key=lambda p: p[1])
-        at = f"{y:.3g}× at {x:g}"
-        if start:
-            return f"faster at every {axis} measured, {ends}: at least {at}"
-        return f"slower at every {axis} measured, {ends}: at best {at}"
-    spans = [f"{paces[start == (n % 2 == 0)]} up to {x:.3g}" for n, x in enumerate(found)]
-    spans[0] = spans[0].replace("up to ", f"up to {'an' if axis[0] in 'aeiou' else 'a'} {axis} of ", 1)
-    return ", ".join([*spans, f"{paces[start == (len(found) % 2 == 0)]} beyond"])

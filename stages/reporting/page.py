@@ -16,7 +16,7 @@ from stages.params.tree_shape import Load
 from stages.params.units import format_duration
 from stages.reporting import costs, families, latencies, overview, plots, provenance, served, tables, trees
 from stages.reporting.inputs import ReportInputs, ReportSettings
-from stages.reporting.served_sweeps import holds_one
+from stages.reporting.served import holds_one
 from stages.reporting.summary import ResultSummary, choose_shown_checkpoint, get_badge
 from stages.reporting.text import format_gib, format_interval, format_number, format_tree, mark_times
 from stages.reporting.verdict import MAX_WARNINGS
