@@ -98,11 +98,6 @@ def compute_margin(error: float | None, samples: int) -> float | None:
 # Pooled over clusters
 
 
-def compute_tau_interval(accepted: np.ndarray, cycles: np.ndarray, num_steps: int) -> Interval | None:
-    """Return the interval of tau from accepted drafts [C] and verify cycles [C]."""
-    return compute_tau_intervals(accepted[:, None], cycles[:, None], [num_steps])[0]
-
-
 def compute_tau_intervals(accepted: np.ndarray, cycles: np.ndarray, num_steps: Sequence[int]) -> list[Interval | None]:
     """Return each tree's interval from accepted drafts [C, T] and verify cycles [C, T]; `num_steps` [T].
 

@@ -111,8 +111,8 @@ def pool_acceptance(
 
     accepted, cycles = (np.array([count[i] for count in counts], dtype=np.int64) for i in (1, 0))
     tau = accept_length.compute_tau(accepted, cycles)
-    by_cluster = [interval.sum_by_cluster(cluster_names, values) for values in (accepted, cycles)]
-    low, high = interval.compute_tau_interval(by_cluster[0], by_cluster[1], num_steps) or (None, None)
+    by_cluster = [interval.sum_by_cluster(cluster_names, values[:, None]) for values in (accepted, cycles)]
+    low, high = interval.compute_tau_intervals(by_cluster[0], by_cluster[1], [num_steps])[0] or (None, None)
     passes, drafts = int(cycles.sum()), int(accepted.sum())
     histogram = np.zeros(num_steps + 1, dtype=np.int64)
     for count in counts:  # of at most S + 1 numbers each

@@ -5,6 +5,9 @@ answers are read from the sources of SGLang 0.5.17 to 0.5.23, vLLM 0.30 to 0.33 
 """
 
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,18 +15,17 @@ from typing import Any, NamedTuple
 
 from stages.cells.cell import Memory
 from stages.cells.request_record import AcceptanceCounts
-from stages.engines import versions
 from stages.engines.chat_answer import AnswerModel, ChatCompletion
 from stages.engines.http_session import ExchangeFailedError, HttpSession
 from stages.engines.sse import ReadMessage
-from stages.engines.versions import Change
-from stages.params.engines import locate_program
+from stages.params.engines import ENGINES, locate_program
 from stages.params.families import DraftFamily, DraftKind, find_family
 from stages.params.tree_shape import TreeShape
 from stages.runtime.free_port import HOST
 
 Body = dict[str, Any]
 Info = Mapping[str, Any]  # what an engine reports, by its own names
+VERSION_TIMEOUT_S = 120.0  # vLLM imports torch to say its version
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,24 @@ class BuiltRequest(NamedTuple):
     body: bytes
     read: ReadMessage  # of a message of the answer's stream
     headers: Mapping[str, str] = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A feature that an engine has from a version on."""
+
+    first_version: str
+    feature: str
+
+    def is_in(self, version: str | None) -> bool:
+        """Return whether this version of the engine has the feature; None is the newest version."""
+        return version is None or parse_release(version) >= parse_release(self.first_version)
+
+
+def parse_release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version: (0, 5, 17) of 0.5.17.post1+cu130; () without any, which is older than all others."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return tuple(map(int, found[1].split("."))) if found else ()
 
 
 class ServingEngine:
@@ -231,7 +251,7 @@ class ServingEngine:
 
     def find_version(self, program: str) -> str | None:
         """Return the version that a program starts; None where it can't be told. Raises ValueError for one that is too old."""
-        version = versions.find_version(self.name, program)
+        version = find_version(self.name, program)
         self.check_version(version)
         return version
 
@@ -399,3 +419,25 @@ async def fetch_json(http: HttpSession, url: str, path: str) -> dict[str, Any]:
     except ValueError as error:
         raise ExchangeFailedError("malformed", f"no JSON of what it is ({error})") from None
     return found if isinstance(found, dict) else {}
+
+
+def find_version(engine: str, program: str) -> str | None:
+    """Return the version of the engine that a program starts; None where it can't be told.
+
+    An environment says it in its package's folder, which takes no start of the engine; some programs elsewhere are asked. A
+    version that can't be told (an engine on the PATH, in a container) counts as the newest.
+    """
+    path = shutil.which(program)
+    if path is None:
+        return None
+    folders = Path(path).absolute().parent.parent.glob(f"lib/python3*/site-packages/{engine}-*.dist-info")
+    if found := next(folders, None):
+        return found.name.removesuffix(".dist-info").partition("-")[2]
+    if not ENGINES[engine].tells_version or Path(path).name != ENGINES[engine].program:
+        return None
+    try:
+        completed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found_versions = re.findall(r"^v?(\d+\.\d[\w.+]*)$", completed.stdout, re.MULTILINE)
+    return found_versions[-1] if found_versions and completed.returncode == 0 else None

@@ -13,7 +13,6 @@ from stages.cells.request_record import AcceptanceCounts
 from stages.engines import protocol
 from stages.engines.http_session import HttpSession
 from stages.engines.sse import AnswerStream
-from stages.engines.versions import Change, parse_release
 from stages.params.tree_shape import NamedShape
 
 OLDEST = (0, 30)
@@ -36,7 +35,7 @@ class VLLM(protocol.ServingEngine):
     variables = "VLLM_"
     counting_flags = ("--per-request-spec-decode-metrics", "summary")  # which a server without a draft refuses
     accept_length = "mean_acceptance_length"
-    drafts = {"DFlash2DraftModel": Change("0.33", "DFlash2DraftModel")}  # noqa: RUF012 - before, the server does not start
+    drafts = {"DFlash2DraftModel": protocol.Change("0.33", "DFlash2DraftModel")}  # noqa: RUF012 - before, the server does not start
 
     def list_start_flags(self, device: str) -> dict[str, Any]:
         return {"--generation-config": "vllm"}
@@ -65,7 +64,7 @@ class VLLM(protocol.ServingEngine):
 
     def check_version(self, version: str | None) -> None:
         """Raise ValueError for one that does not report the accepted drafts of each request."""
-        if () < parse_release(version or "") < OLDEST:
+        if () < protocol.parse_release(version or "") < OLDEST:
             raise ValueError(f"vLLM {version} does not count accepted drafts by request, expected 0.30 or later; install that "
                              "(make serving-env), or name another server in benchmark_served.servers.vllm")  # fmt: skip
 

@@ -2,22 +2,11 @@
 
 import time
 from collections.abc import Mapping
-from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 from stages.cells import cell, interval, points
-from stages.cells.cell import (
-    PLAIN,
-    RAN,
-    SPECULATIVE,
-    UNSUPPORTED,
-    Cell,
-    LoadPoint,
-    NotMeasuredError,
-    Speedup,
-    StoppingRecord,
-)
-from stages.cells.request_record import RequestRecord
+from stages.cells.cell import PLAIN, RAN, SPECULATIVE, UNSUPPORTED, Cell, LoadPoint, NotMeasuredError, StoppingRecord
 from stages.engines.cell_engine import CellContext, CellEngine, RepeatResults, Subject, build_context
 from stages.grading import grade
 from stages.measuring import repeats
@@ -99,17 +88,9 @@ def _build_points(measured: CellEngine, kind: str, ended: Mapping[Load, Stopping
     ]
 
 
-def build_point(
-    subject: Subject,
-    kind: str,
-    load: Load,
-    of_load: RepeatResults,
-    in_turns: Speedup | None = None,
-    process_share: float | None = None,
-    stopping: StoppingRecord | None = None,
-) -> LoadPoint:
-    """Return the point of a subject's load, from the results of some repeats."""
-    context = subject.context
+def build_point(subject: Subject, kind: str, load: Load, of_load: RepeatResults, **more: Any) -> LoadPoint:
+    """Return the point of a subject's load, from the results of some repeats; `more` are fields that these don't tell."""
+    context, references = subject.context, subject.context.references
     results = [result for turns in of_load for result in turns]
     answers, acceptance = [record for result in results for record in result.records], None
     counted = [(record, record.counts) for record in answers if record.counts]
@@ -120,22 +101,17 @@ def build_point(
             context.tree.num_steps,
             context.tree.num_draft_tokens,
         ).model_copy(update={"engine": subject.list_figures(results)})
+    if references:
+        more["grade_answer"] = lambda r: grade.grade_answer(references[r.question_id], context.decode_text(r))
+        more["grading"] = grade.describe_grading(next(iter(references.values())))
     return points.build_point(
         load,
         context.workload.request_rate,
         repeats.list_records(of_load),
         acceptance,
         subject.list_warnings(load, results),
-        partial(_grade_answer, context) if context.references else None,
-        grade.describe_grading(next(iter(context.references.values()))) if context.references else "",
-        in_turns=in_turns,
-        process_share=process_share,
-        stopping=stopping,
+        **more,
     )
-
-
-def _grade_answer(context: CellContext, answer: RequestRecord) -> bool:
-    return grade.grade_answer(context.references[answer.question_id], context.decode_text(answer))
 
 
 def _summarise(record: Cell) -> str:

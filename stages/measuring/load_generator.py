@@ -44,31 +44,27 @@ class Arrivals:
 
 
 async def run_load(
+    session: http_session.HttpSession,
     url: str,
-    model: str,
+    engine: ServingEngine,
     requests: list[LoadRequest],
     arrivals: Arrivals,
-    request_timeout_s: float,
     warmup: list[LoadRequest],
-    section: str,
-    engine: ServingEngine,
     num_steps: int | None = None,
-    key: str | None = None,
     check: Callable[[], None] = lambda: None,
     on_request_end: Callable[[], object] = lambda: None,
 ) -> LoadResult:
     """Send `warmup`, which is not counted, then all `requests` (one or more) to the server at `url` (without /v1).
 
     Args:
-        request_timeout_s: from sending a request to its last byte.
-        section: of params.yaml, for messages.
+        session: not yet entered; its timeout is from sending a request to its last byte.
         num_steps: of the draft; None without one.
         check: called after a failed connection; may raise ValueError.
 
     Raises:
         ValueError: if the server refuses the key, or fails the whole warm-up.
     """
-    async with http_session.HttpSession(model, request_timeout_s, section, key) as http:
+    async with session as http:
         warmed = await LoadGenerator(http, url, engine, check).send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
         failed = [r for r in warmed if r.failure_reason]
         if failed and len(failed) == len(warmed):

@@ -128,15 +128,12 @@ class MeasuredServer(Subject):
         load_name = f"{self.name}, {load}"
         with tqdm(total=len(requests), desc=load_name, unit="request", mininterval=2) as bar:
             sent = load_generator.run_load(
-                url=self.url,
-                model=self.work.served_model,
-                requests=requests,
-                arrivals=Arrivals(workload.requests_per_second, load.concurrency, workload.seed + repeat),
-                request_timeout_s=workload.deadline_s,
+                self.work.make_session(),
+                self.url,
+                self.work.engine,
+                requests,
+                Arrivals(workload.requests_per_second, load.concurrency, workload.seed + repeat),
                 warmup=uncounted,
-                section=self.work.section,
-                key=self.work.api_key,
-                engine=self.work.engine,
                 num_steps=self.draft.shape.num_steps if self.draft else None,
                 check=self.check,
                 on_request_end=bar.update,
@@ -402,8 +399,8 @@ def _prepare_process(measured: MeasuredServer, setup: ServerSetup, log: Path) ->
 
 async def _identify_server(measured: MeasuredServer) -> None:
     """Read what the server reports of itself. Raises ValueError if it is not the one meant."""
-    work, url, timeout_s = measured.work, measured.url, measured.context.workload.deadline_s
-    async with http_session.HttpSession(work.served_model, timeout_s, work.section, work.api_key) as http:
+    work, url = measured.work, measured.url
+    async with work.make_session() as http:
         try:
             engine = await registry.identify_engine(http, url)
             measured.info = await engine.fetch_info(http, url)

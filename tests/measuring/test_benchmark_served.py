@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from stages import benchmark_served, prepare_prompts
 from stages.cells.cell import Cell, locate_cell
-from stages.engines import gguf_files, versions
+from stages.engines import gguf_files, protocol
 from stages.engines.sglang import SGLang
 from stages.measuring import export_gguf, load_generator
 from stages.prompts import workload_prompts
@@ -68,9 +68,9 @@ def test_a_sweep_is_one_server_and_a_point_for_each_pair(
     read, run_load, warmups = workload_prompts.read_prompts, load_generator.run_load, []
     monkeypatch.setattr(workload_prompts, "read_prompts", lambda name: (read(name)[0], read(name)[0].head(3)))
 
-    async def note_warmup(**words: Any) -> Any:
-        warmups.append(len(words["warmup"]))
-        return await run_load(**words)
+    async def note_warmup(*words: Any, warmup: list[Any], **more: Any) -> Any:
+        warmups.append(len(warmup))
+        return await run_load(*words, warmup=warmup, **more)
 
     monkeypatch.setattr(load_generator, "run_load", note_warmup)
     sweep = {**LOAD, "num_prompts": [2, 6], "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}
@@ -110,10 +110,10 @@ def test_vllms_cycles_and_accepted_drafts_are_replays(project: Path, monkeypatch
     """And a vLLM that does not report them of each request is refused before a server starts."""
     workloads = {"eval": {**LOAD, "concurrency": 3}}
     edit_params(project, {"benchmark": {"workloads": workloads}})
-    monkeypatch.setattr(versions, "find_version", lambda *_: "0.26.0")
+    monkeypatch.setattr(protocol, "find_version", lambda *_: "0.26.0")
     with pytest.raises(ValueError, match=r"vLLM 0.26.0 does not count .*expected 0.30"):
         benchmark_served.main("vllm", "eval", "e003", "t5_1_6")
-    monkeypatch.setattr(versions, "find_version", lambda *_: "0.30.0")
+    monkeypatch.setattr(protocol, "find_version", lambda *_: "0.30.0")
     benchmark_served.main("vllm", "eval", "e003", "t5_1_6")
     found = Cell.read("vllm", "eval", "e003", "t5_1_6")
     (point,) = found["points"]
@@ -205,7 +205,8 @@ def test_a_draft_that_accepts_nothing_is_a_skipped_cell(project: Path) -> None:
     save_file(
         {name: -t if "lm_head" in name else t for name, t in tensors.items()}, weights
     )  # its last choice is its first
-    edit_params(project, {"benchmark_served": {"interleave": True}})
+    few = {"workloads": {"eval": {**LOAD, "num_prompts": 4}}}
+    edit_params(project, {"benchmark": few, "benchmark_served": {"interleave": True}})
     try:
         benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     finally:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from stages.cells import request_record
-from stages.engines import registry, sse
+from stages.engines import sse
 from stages.engines.sse import ReadMessage
 from stages.measuring import load_generator
 from stages.measuring.load_generator import Arrivals
 from tests.engines.misbehaving_server import Fake, Streamed
-from tests.measuring.loads import SCHEDULE, add_sglang_pages, make_requests, run_load
+from tests.measuring.loads import SCHEDULE, add_sglang_pages, make_requests, run_load, start_load
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
@@ -130,18 +130,7 @@ def test_a_server_that_ends_in_the_warm_up_says_so_itself() -> None:
 
 def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:
     async def cancelled(fake: Fake) -> int:
-        task = asyncio.create_task(
-            load_generator.run_load(
-                fake.url,
-                "tiny",
-                make_requests(20),
-                Arrivals(math.inf, 5, 0),
-                60.0,
-                [],
-                "benchmark_served.servers.sglang",
-                engine=registry.get("vllm"),
-            )
-        )
+        task = asyncio.create_task(start_load(fake.url, make_requests(20), Arrivals(math.inf, 5, 0)))
         while len(fake.streams) < 5:
             await asyncio.sleep(0.02)
         task.cancel()
