@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from stages import benchmark_served, prepare_prompts
-from stages.cells.cell import Cell, locate_cell
+from stages.cells.cell import Cell, LoadPoint, locate_cell
 from stages.engines import gguf_files, protocol
 from stages.engines.sglang import SGLang
 from stages.measuring import export_gguf, load_generator
@@ -30,18 +30,22 @@ from tests.measuring.served_project import LOAD, edit_server, read_replayed_tree
 ENGINE = "sglang"
 
 
-@pytest.mark.parametrize("tree", ["t5_1_6", "t8_2_16"])
-def test_served_cycles_equal_those_of_replay(tree: str, project: Path) -> None:
-    """To the draft: replay counted every accepted draft of the same prompts from hidden states, without any server."""
-    benchmark_served.main(ENGINE, "eval", "e003", tree)
-    (found,) = Cell.read(ENGINE, "eval", "e003", tree)["points"]
-    expected = read_replayed_tree(tree)
-    acceptance = found["acceptance"]
+def check_replayed(tree: str) -> LoadPoint:
+    """Check a cell to the draft: replay counted those of the same prompts from hidden states, without any server."""
+    (found,) = Cell.read(ENGINE, "eval", "e003", tree).points
+    expected, acceptance = read_replayed_tree(tree), found["acceptance"]
     assert (acceptance["cycles"], acceptance["accepted"]) == (int(expected["cycles"]), int(expected["accepted"]))
     assert (
         acceptance["tau"] == pytest.approx(expected["tau"], abs=1e-12)
         and acceptance["tau_low"] <= acceptance["tau"] <= acceptance["tau_high"]
     )
+    return found
+
+
+def test_a_served_trees_cycles_equal_those_of_replay(project: Path) -> None:
+    benchmark_served.main(ENGINE, "eval", "e003", "t8_2_16")
+    found = check_replayed("t8_2_16")
+    acceptance = found["acceptance"]
     assert sum(acceptance["histogram"]) == acceptance["cycles"]
     assert acceptance["engine"]["avg_spec_accept_length"] == pytest.approx(acceptance["tau"])
     assert [r["failed"] for r in found["requests"]] == [None] * 6 and not found["warnings"]
@@ -51,6 +55,7 @@ def test_a_baseline_cell_has_the_same_answers_without_a_draft(project: Path) -> 
     benchmark_served.main(ENGINE, "eval")
     benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     plain, drafted = (Cell.read(ENGINE, "eval"), Cell.read(ENGINE, "eval", "e003", "t5_1_6"))
+    check_replayed("t5_1_6")
     assert plain["checkpoint"] is None and plain["points"][0]["acceptance"] is None
     answers = [{r["id"]: r["answer"] for r in found["points"][0]["requests"]} for found in (plain, drafted)]
     assert answers[0] == answers[1] and len(answers[0]) == 6
