@@ -16,7 +16,7 @@ of dependencies) and after it (hashing and linking of outputs); then of the proc
 the process could run, counted from its start. `GiB` is the most memory in use on the first visible GPU, by anybody.
 
 `--costs`: instead of one served pair the grid of time_cycles at 1, 8, 32 and 128 at once, and live cells of other trees, each
-in turns with its own baseline, whose speedups benchmarks/served_predictions.py compares with the predictions. The target is the
+in turns with its own baseline, whose speedups the report compares with the predictions. The target is the
 embedded one, widened to the shape (benchmarks/widened_target.py), on the embedded data: answers of a random one all have one
 length, and each draft is accepted. At 1B shape steps are mostly the engine's Python, whose speed is the machine's of the moment.
 `--gpus 0 1 2 3` measures the grid and three live cells at the same time, each on a GPU of its own, where `--num-prompts` may be

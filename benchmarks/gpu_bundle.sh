@@ -4,13 +4,12 @@
 #   benchmarks/gpu_bundle.sh site OUT_DIR          -> site.tar.xz: DVC and what the stages import, as installed in .venv (50 MB)
 #   benchmarks/gpu_bundle.sh graph FOLDER OUT_DIR  -> NAME.tar.xz: a project of benchmarks/gpu_graph.py whose graph was made on CPUs,
 #                                                     without its cache and hidden states, for its served cells there
-#   benchmarks/gpu_bundle.sh fa3 OUT_DIR           -> fa3.tar.xz: vLLM's FlashAttention 3 (benchmarks/vllm_fa3), 11 MB; PYTHONPATH=fa3
 #
 # An archive has its name when it is whole. The engines: shared/gpu. A session of such a machine: benchmarks/gpu_steps.sh.
 set -euo pipefail
 
 # Not of the machine's own image, and imported by the stages or by DVC.
-NEEDED="dvc polars pydantic httpx aiohttp orjson ruamel.yaml ruamel.yaml.clib psutil nvidia-ml-py toon-format typer rich tqdm"
+NEEDED="dvc polars pydantic httpx aiohttp orjson ruamel.yaml ruamel.yaml.clib psutil nvidia-ml-py toon-format typer rich tqdm jinja2 textalloc gguf"
 THERE="numpy torch scipy matplotlib pandas pyarrow pillow networkx setuptools"
 PLATFORMS=$(printf -- '--platform manylinux_2_%s_x86_64 ' 34 31 28 27 24 17 12 5; echo --platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 
@@ -54,18 +53,6 @@ bundle_site() {
   for wheel in "$work"/*.whl; do unzip -qo "$wheel" -d "$work/site"; done
   tar -C "$work" -cf - site | xz -T0 -9 >"$out/site.part"
   mv "$out/site.part" "$out/site.tar.xz"
-}
-
-bundle_fa3() {
-  local out=$1 work
-  work=$(mktemp -d)
-  trap 'rm -rf "$work"' RETURN
-  fetch "$work" vllm==0.26.0
-  mkdir "$work/fa3"
-  unzip -qoj "$work"/*.whl vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so -d "$work/fa3"
-  cp benchmarks/vllm_fa3/flash_attn_interface.py "$work/fa3"
-  tar -C "$work" -cf - fa3 | xz -T0 -6 >"$out/fa3.part"
-  mv "$out/fa3.part" "$out/fa3.tar.xz"
 }
 
 bundle_graph() {

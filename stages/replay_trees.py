@@ -18,7 +18,7 @@ import polars as pl
 import torch
 from tqdm import tqdm
 
-from stages.cells import group_taus, interval, replay_records
+from stages.cells import group_taus, interval
 from stages.cells.record import DraftSampling
 from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.data import conversations, row_lengths
@@ -120,9 +120,9 @@ def main(name: str) -> None:
         for answers in splits
     ]
     tables += [_build_sampled_rows(name, replayed, answers, settings) for answers in splits if answers.temperature]
-    ReplayedTree.write_csv(replay_records.locate_replay(name), [row for table in tables for row in table])
-    TreeBucket.write_csv(replay_records.locate_tree_statistics(name), traces.list_buckets(name))
-    GroupTau.write_csv(replay_records.locate_group_taus(name), traces.groups)
+    ReplayedTree.write_csv(ReplayedTree.locate(name), [row for table in tables for row in table])
+    TreeBucket.write_csv(TreeBucket.locate(name), traces.list_buckets(name))
+    GroupTau.write_csv(GroupTau.locate(name), traces.groups)
     best = max(tables[0], key=lambda tree: tree.tau)
     sets = " and ".join(f"{answers.num_answers} answers at temperature {answers.temperature:g}" for answers in splits)
     print(
@@ -189,8 +189,8 @@ def _build_replay_rows(
     sums = interval.sum_by_cluster(names, counts.accepted), interval.sum_by_cluster(names, counts.cycles)
     intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in trees])
     if traces:
-        traces.groups.extend(group_taus.list_by_source(grid, names, counts.accepted, counts.cycles))
-        traces.groups.extend(group_taus.list_by_context(grid, names, row_lengths.CONTEXT_EDGES, *counts.by_context))
+        traces.groups.extend(group_taus.list_by_source(grid, names, (counts.accepted, counts.cycles)))
+        traces.groups.extend(group_taus.list_by_context(grid, names, row_lengths.CONTEXT_EDGES, counts.by_context))
     topks = sorted({tree.topk for tree in trees})
     threshold_sums = dict(zip(topks, counts.adaptive.swapaxes(0, 1), strict=True))  # topk -> [3, thresholds, steps]
     found: list[ReplayedTree] = []

@@ -17,7 +17,7 @@ from typing import Any
 from stages.cells import prediction, replay_records, table, timing_grid, training_records
 from stages.cells.cell import UNSUPPORTED, Cell
 from stages.cells.prediction import EngineLaunch, PredictedSpeedup
-from stages.cells.replay_records import ReplayedTree
+from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.cells.table import ResultRow, TableLine
 from stages.params import schema, stage_inputs
 from stages.params.engines import TORCH
@@ -64,7 +64,7 @@ def main(*arguments: str) -> None:
 
 
 def write_report(p: schema.Params) -> None:
-    replayed = {name: replay_records.read_replay(name) for name in p.replay_trees.checkpoints}
+    replayed = {name: ReplayedTree.read(name) for name in p.replay_trees.checkpoints}
     found = read_inputs(p, replayed)
     metrics = summarise_results(found)
     ResultRow.write_table([*found.rows, *found.replayed_rows])
@@ -106,7 +106,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
         replayed_rows=_build_replayed_rows(p, replayed, predicted.rows),
         replays={name: replay_records.select_temperature(trees, 0) for name, trees in replayed.items()},
         families=families,
-        tree_statistics={name: replay_records.read_tree_statistics(name) for name in p.replay_trees.checkpoints},
+        tree_statistics={name: TreeBucket.read(name) for name in p.replay_trees.checkpoints},
         reports=reports,
         trained=trained,
         predicted=predicted,
@@ -121,7 +121,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
             replayed,
             families,
             reports["sample_target"].get("warnings", ()),
-            {name: replay_records.read_group_taus(name) for name in replayed},
+            {name: GroupTau.read(name) for name in replayed},
             trained,
         ),
     )

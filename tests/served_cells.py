@@ -34,7 +34,7 @@ def records(
             now += size * tpot_s * rng.uniform(0.95, 1.05)
             events.append((now, size))
         free[0] = now
-        found.append(request_record.RequestRecord(f"row{n}.0", 0.0, sent, now, events, True, 90, tokens, "stop", None))
+        found.append(request_record.RequestRecord(f"row{n}.0", 0.0, sent, now, events, 90, tokens, "stop", None))
     return found
 
 
@@ -74,7 +74,7 @@ def acceptance(tau: float, tree: str, cycles: int) -> Row:
     return {
         "tau": tau, "tau_low": tau - 0.1, "tau_high": tau + 0.1, "accept_rate": (tau - 1) / shape.num_steps,
         "node_accept_rate": (tau - 1) / (shape.num_draft_tokens - 1), "cycles": cycles, "accepted": accepted,
-        "histogram": [cycles - min(accepted, cycles), min(accepted, cycles)], "clipped": True,
+        "histogram": [cycles - min(accepted, cycles), min(accepted, cycles)],
         "engine": {"spec_accept_length": tau + 0.07, "avg_spec_accept_length": tau + 0.01},
     }  # fmt: skip
 

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from stages import benchmark, benchmark_served, import_draft, replay_trees, time_cycles
-from stages.cells import replay_records, timing_grid, training_records
+from stages.cells import timing_grid, training_records
 from stages.cells.cell import UNSUPPORTED, Cell
+from stages.cells.replay_records import ReplayedTree
 from stages.cells.table import find_replayed_tau
 from stages.draft import checkpoint
 from stages.engines import registry
@@ -54,7 +55,7 @@ def import_published(method: str, form: Form, name: str = "theirs") -> BlockDraf
 
 def read_replay(name: str) -> list[list[str]]:
     """The rows of a checkpoint's replay without its name."""
-    with replay_records.locate_replay(name).open() as file:
+    with ReplayedTree.locate(name).open() as file:
         return [row[1:] for row in csv.reader(file)]
 
 
@@ -95,7 +96,7 @@ def test_an_imported_draft_is_decoded_and_timed(project: Path) -> None:  # noqa:
     for tree in trees:
         benchmark.main("eval", "theirs", tree)
         line = read_line("eval", "theirs", tree)
-        assert find_replayed_tau(replay_records.read_replay("theirs"), line.cell) == line.row.tau
+        assert find_replayed_tau(ReplayedTree.read("theirs"), line.cell) == line.row.tau
     time_cycles.main("torch", "theirs")
     timed = timing_grid.read_grids("torch", "theirs", "tiny")[0].grid
     assert max(row["num_steps"] for row in timed) == draft.config.num_drafts

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from stages import extract_hiddens, import_draft, prepare_target, replay_trees
 from stages.cells import replay_records
+from stages.cells.replay_records import ReplayedTree
 from stages.data import conversations
 from stages.engine.decode import Engine
 from stages.families import family
@@ -69,9 +70,7 @@ def measure(project: Path, prompts: list[list[int]]) -> dict[str, list[str]]:
         write_answers(prompts, answers, made.eos_token_ids)
         extract_hiddens.main()
         replay_trees.main("shipped")
-        replayed = {
-            tree.shape: tree.tau for tree in replay_records.select_temperature(replay_records.read_replay("shipped"), 0)
-        }
+        replayed = {tree.shape: tree.tau for tree in replay_records.select_temperature(ReplayedTree.read("shipped"), 0)}
         shapes = {name: TreeShape.parse(name) for name in TREES}
         decoded = {name: decoded_tau(engine, shape, prompts, answers) for name, shape in shapes.items()}
         return {name: [f"{decoded[name]:.2f}", f"{replayed[shape]:.2f}"] for name, shape in shapes.items()}

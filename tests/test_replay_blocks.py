@@ -13,6 +13,7 @@ from transformers.generation.logits_process import TopPLogitsWarper
 
 from stages import replay_trees
 from stages.cells import replay_records
+from stages.cells.replay_records import ReplayedTree
 from stages.draft import checkpoint
 from stages.families.block.config import build_block_config
 from stages.families.block.files import find_block_draft_problem
@@ -152,8 +153,8 @@ def replay_slowly(draft: BlockDraft, split: str) -> SlowReplay:
     return SLOW[key]
 
 
-def read_rows(temperature: float, draft_sampling: Any = "greedy") -> dict[TreeShape, replay_records.ReplayedTree]:
-    rows = replay_records.select_temperature(replay_records.read_replay(NAME), temperature, draft_sampling)
+def read_rows(temperature: float, draft_sampling: Any = "greedy") -> dict[TreeShape, ReplayedTree]:
+    rows = replay_records.select_temperature(ReplayedTree.read(NAME), temperature, draft_sampling)
     return {row.shape: row for row in rows}
 
 
@@ -161,7 +162,7 @@ def count_in(memory_gib: float) -> list[float]:
     """Return the counts of all rows, by replay in chunks that fit into so much memory."""
     edit_params(Path(), {"replay_trees": {"memory_gib": memory_gib}})
     replay_trees.main(NAME)
-    rows = replay_records.read_replay(NAME)
+    rows = ReplayedTree.read(NAME)
     return [
         count for row in rows for count in (row.num_steps, row.topk, row.num_draft_tokens, row.accepted, row.cycles)
     ]
@@ -239,5 +240,5 @@ def test_sampled_drafts_are_replayed_by_expectation(project: Path, method: str) 
 def refused() -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - each caller looks at the message
         replay_trees.main(NAME)
-    assert not replay_records.locate_replay(NAME).exists()
+    assert not ReplayedTree.locate(NAME).exists()
     return str(error.value)

@@ -16,6 +16,7 @@ import torch
 
 from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, replay_trees
 from stages.cells import replay_records
+from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.cells.table import find_replayed_tau
 from stages.data import conversations
 from stages.draft import checkpoint, supported_targets
@@ -105,15 +106,15 @@ def project(shared_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def table() -> list[dict[str, str]]:
-    with replay_records.locate_replay("e003").open() as file:
+    with ReplayedTree.locate("e003").open() as file:
         return list(csv.DictReader(file))
 
 
 def test_taus_by_source_and_context_add_up(project: Path) -> None:
     """The contexts' are those of the trees that are grown again and traced."""
     replay_trees.main("e003")
-    found, traced = replay_records.read_group_taus("e003"), replay_records.read_tree_statistics("e003")
-    for tree in replay_records.select_temperature(replay_records.read_replay("e003"), 0):
+    found, traced = GroupTau.read("e003"), TreeBucket.read("e003")
+    for tree in replay_records.select_temperature(ReplayedTree.read("e003"), 0):
         for by, groups in (("source", ["0.jsonl", "1.jsonl"]), ("context", ["0-128", "128-256"])):
             parts = [part for part in found if part.tree == tree.shape.name and part.by == by]
             assert [part.group for part in parts] == groups and parts[0].tau != parts[1].tau
@@ -146,7 +147,7 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
             accepted, cycles = (sum(answer[k] for answer in line.point.requests) for k in ("accepted", "cycles"))
             assert (int(row["accepted"]), int(row["cycles"])) == (accepted, cycles) and accepted > 5
             assert float(row["tau_low"]) < float(row["tau"]) < float(row["tau_high"])
-            assert find_replayed_tau(replay_records.read_replay("e003"), line.cell) == line.row.tau
+            assert find_replayed_tau(ReplayedTree.read("e003"), line.cell) == line.row.tau
             shares[workload, tree] = line.row.identical_share
     assert shares["eval", "t3_1_4"] == shares["eval", "t3_2_6"] == 1.0
     assert shares["drawn", "t3_1_4"] == shares["drawn", "t3_2_6"] == None, (  # noqa: E711
@@ -160,7 +161,7 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
 def refused() -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - each caller looks at the message
         replay_trees.main("e003")
-    assert not replay_records.locate_replay("e003").exists()
+    assert not ReplayedTree.locate("e003").exists()
     return str(error.value)
 
 
@@ -184,7 +185,7 @@ def test_answers_that_extract_hiddens_cuts_are_replayed_as_if_sampled_so(project
     edit_params(project, {"extract_hiddens": {"max_length": limit, "longer_rows": "truncate"}})
     extract_hiddens.main()
     replay_trees.main("e003")
-    found = replay_records.locate_replay("e003").read_bytes()
+    found = ReplayedTree.locate("e003").read_bytes()
     for split, table in tables.items():
         cut = shard_plan.fit_rows(table, limit, truncate=True)
         assert len(cut) == len(table) and not cut.equals(table)
@@ -192,7 +193,7 @@ def test_answers_that_extract_hiddens_cuts_are_replayed_as_if_sampled_so(project
     edit_params(project, {"extract_hiddens": {"max_length": 512, "longer_rows": "drop"}})
     extract_hiddens.main()
     replay_trees.main("e003")
-    assert found == replay_records.locate_replay("e003").read_bytes()
+    assert found == ReplayedTree.locate("e003").read_bytes()
 
 
 def test_answers_drawn_otherwise_than_is_asked(project: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from stages.cells.replay_records import read_replay
+from stages.cells.replay_records import ReplayedTree
 from stages.reproduce import model_card
 from tests.conftest import dvc
 
@@ -79,7 +79,9 @@ def test_a_draft_with_its_card_is_ready_for_upload(
     card = (folder / "README.md").read_text()
     head = YAML(typ="safe").load(card.split("---")[1])
     assert (head["license"], head["base_model"]) == ("apache-2.0", "builtin/weather-tiny")
-    best = next(tree for tree in read_replay("e003") if not tree.temperature and tree.shape.name in card_trees(card))
+    best = next(
+        tree for tree in ReplayedTree.read("e003") if not tree.temperature and tree.shape.name in card_trees(card)
+    )
     assert f"| {best.shape.name[1:]} | {best.tau:.2f} (" in card
     with pytest.raises(ValueError, match="exists, expected a new folder"):
         model_card.main("e003", str(folder), "apache-2.0")

@@ -12,7 +12,7 @@ import dvc.stage.run
 import polars as pl
 import pytest
 
-from stages.cells import replay_records
+from stages.cells.replay_records import GroupTau
 from stages.reporting.summary import PAGE_FILE
 from stages.telemetry.run_stage import split_stage_name
 from tests.conftest import EVAL, edit_params
@@ -118,7 +118,7 @@ def test_one_replay_has_tau_of_each_eval_file(copied_run: Path, run_all: Callabl
     ran = run_all(build_run("e001", timed="e000", fix_data=files, sample_target=few, check_overfit=gate))
     assert "replay_trees@e001" in ran
     with chdir(copied_run):
-        groups = replay_records.read_group_taus("e001")
+        groups = GroupTau.read("e001")
     taus = {row.group: row for row in groups if row.by == "source"}
     assert set(taus) == {"b1.jsonl", "b2.jsonl", "c.jsonl"}
     assert {row.answers for row in taus.values()} == {2} and all(row.tau >= 1 for row in taus.values())

@@ -27,7 +27,7 @@ def answers(
     for number, name in enumerate(ids):
         start = number * e2e_s
         events = [(start + prefill_s, 1), (start + e2e_s, tokens - 1)]
-        record = RequestRecord(f"{name}#0", start, start, start + e2e_s, events, True, 7, tokens, "length")
+        record = RequestRecord(f"{name}#0", start, start, start + e2e_s, events, 7, tokens, "length")
         record.ids, record.counts = list(hashlib.sha256(name.encode()).digest()), counts
         record.process_s = process_share and process_share * e2e_s
         found.append(record)
@@ -55,13 +55,13 @@ def timed_cell(
     """A cell decoded in turns: plain decoding takes `step_s` a token after a prefill, the tree is `speedup` times as fast."""
     shape = TreeShape.parse(tree) if tree.startswith("t") else parse_shape(tree)
     plain_s, ids = prefill_s + step_s * (tokens - 1), [f"row{n}.0" for n in range(prompts)]
-    counts = AcceptanceCounts(cycles, round(cycles * (tau - 1)), True, histogram or [10, 30])
+    counts = AcceptanceCounts(cycles, round(cycles * (tau - 1)), histogram or [10, 30])
     drafted = [answers(ids, plain_s / speedup, prefill_s, tokens, counts, process_share)]
     plain = [answers(ids, plain_s, prefill_s, tokens, None, process_share)]
     acceptance = {
         "tau": tau, "tau_low": tau - 0.1, "tau_high": tau + 0.1, "accept_rate": (tau - 1) / shape.num_steps,
         "node_accept_rate": (tau - 1) / (shape.num_draft_tokens - 1), "cycles": cycles * prompts,
-        "accepted": counts.accepted * prompts, "histogram": counts.histogram, "clipped": True, "engine": {},
+        "accepted": counts.accepted * prompts, "histogram": counts.histogram, "engine": {},
     }  # fmt: skip
     load = points.Load(200, 1)
     shared = {"process_share": process_share, "stopping": {"repeats": 1, "rule": "repeats", "half_width": None}}

@@ -74,7 +74,7 @@ class Memory(Record):
 
 
 class Acceptance(Record):
-    """Accepted draft tokens of a point. If the engine counts over all requests, tau has no interval."""
+    """Accepted draft tokens of a point, without those beyond the ends of answers."""
 
     tau: float
     tau_low: float | None  # ends of intervals are null with one conversation, and without conversations
@@ -83,10 +83,7 @@ class Acceptance(Record):
     node_accept_rate: float
     cycles: int
     accepted: int
-    histogram: list[
-        int
-    ]  # verify cycles that accepted i draft tokens; a server's own counts those beyond the answer's end too
-    clipped: bool  # whether `accepted` leaves out what lies beyond an answer's end (docs/metrics.md)
+    histogram: list[int]  # verify cycles that accepted i draft tokens; a server's own counts those beyond the end too
     engine: dict[str, Any]  # the engine's own figures, by its names
 
 
@@ -97,8 +94,8 @@ class RequestRow(Record):
     id: str
     turn: int
     prompt_tokens: int
-    output_tokens: int | None  # null where the server sent neither usage nor token ids
-    cycles: int | None  # verify passes; null of plain decoding, and where the engine counts over all requests
+    output_tokens: int
+    cycles: int | None  # verify passes; null of plain decoding, and where the engine's figures don't add up
     accepted: int | None  # draft tokens
     finish_reason: str | None
     failed: str | None  # the reason
@@ -108,7 +105,6 @@ class RequestRow(Record):
     wait_s: float
     answer: str | None  # a digest of the answer's ids, or of its text
     correct: bool | None  # null if not graded
-    process_s: float | None = None  # CPU time of the torch engine's process meanwhile, of all threads; null on a GPU
     divergence_margin: float | None = None  # between the target's two best logits where it parts from plain decoding's
 
     @property
@@ -118,12 +114,19 @@ class RequestRow(Record):
         return self.e2e_s - self.ttft_s
 
 
-class PooledSpeedup(Record):
-    """The speedup of answers decoded both ways in turns, prompt by prompt: pooled, its interval over prompts and repeats."""
+class Speedup(Record):
+    """A speedup and its 95% interval; null without one: with one prompt, or one repeat of a load."""
 
     speedup: float
-    speedup_low: float | None  # null with one prompt
+    speedup_low: float | None
     speedup_high: float | None
+
+    @property
+    def half_width(self) -> float | None:
+        """Return half of the interval as a share of the speedup; None without one."""
+        if self.speedup_low is None or self.speedup_high is None:
+            return None
+        return (self.speedup_high - self.speedup_low) / 2 / self.speedup
 
 
 class GradeSummary(Record):
@@ -150,7 +153,7 @@ class LoadPoint(Record):
     quality: GradeSummary | None  # null if not graded
     requests: list[RequestRow]  # of all repeats
     warnings: list[str]  # sentences
-    in_turns: PooledSpeedup | None = None  # null of a load, whose speedup is that of each repeat
+    in_turns: Speedup | None = None  # of answers decoded both ways in turns; null of a load
     # CPU time of the torch engine's process / wall time; null on a GPU and of a server
     process_share: float | None = None
     stopping: StoppingRecord | None = None  # of a speedup over the cell's own baseline; null without one
@@ -160,10 +163,9 @@ class LoadPoint(Record):
         return Load(self.max_new_tokens, self.concurrency)
 
     @property
-    def mean_throughput(self) -> float | None:
-        """Return the output tokens/s over repeats; None where tokens are not counted."""
-        known = [load.output_throughput for load in self.loads if load.output_throughput is not None]
-        return fmean(known) if len(known) == len(self.loads) else None
+    def mean_throughput(self) -> float:
+        """Return the output tokens/s over repeats."""
+        return fmean(load.output_throughput for load in self.loads)
 
     def share_identical(self, other: "LoadPoint") -> float | None:
         """Return the share of identical answers among the requests that both have answered."""
@@ -177,9 +179,7 @@ class LoadPoint(Record):
 class ServerDescription(Record):
     """The server of a cell."""
 
-    command: list[str] = Field(
-        default_factory=list
-    )  # empty for the torch engine, and for a server that was already running
+    command: list[str] = Field(default_factory=list)  # empty for the torch engine, and for a server that was running
     info: dict[str, Any] = Field(default_factory=dict)  # what it reports of itself
 
 

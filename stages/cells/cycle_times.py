@@ -26,7 +26,7 @@ from stages.cells.timing_grid import CycleTime, PlainStepTime
 from stages.params.tree_shape import TreeShape
 
 CountSteps = Callable[[RequestRow], int | None]  # cycles or plain steps of a request; None if they are unknown
-count_cycles: CountSteps = attrgetter("cycles")  # None where the engine counts over all requests
+count_cycles: CountSteps = attrgetter("cycles")
 
 
 def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
@@ -34,8 +34,7 @@ def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
     cycles = compute_cycle_seconds(point)
     if not cycles:
         raise ValueError(
-            f"{tree.name}, concurrency {point.concurrency}: expected the cycles of each request, found none; vLLM reports them "
-            "from 0.30 on"
+            f"{tree.name}, concurrency {point.concurrency}: expected the cycles of each request, found none"
         )
     return CycleTime.build(tree, point.concurrency or 0, estimate_repeats(cycles), len(cycles), count_arrivals(point))
 
@@ -79,7 +78,7 @@ def estimate_arrivals(point: LoadPoint, count_steps: CountSteps) -> PromptArriva
     where all have one length.
     """
     answered, followed = [r for r in point.requests if not r.failed], _compute_followed_share(point)
-    steps = sum(count_steps(r) or 0 for r in answered) or (point.acceptance.cycles if point.acceptance else 0)
+    steps = sum(count_steps(r) or 0 for r in answered)
     return PromptArrivals(per_step=((point.concurrency or 1) - 1) * followed * len(answered) / steps, followed=followed)
 
 
@@ -97,18 +96,14 @@ def _compute_followed_share(point: LoadPoint) -> float:
     return max(0.0, requests - (point.concurrency or 1)) / requests
 
 
-def count_plain_steps(request: RequestRow) -> int | None:
+def count_plain_steps(request: RequestRow) -> int:
     """Return the steps of plain decoding: the first token is prefill's."""
-    return None if request.output_tokens is None else request.output_tokens - 1
+    return request.output_tokens - 1
 
 
 def compute_cycle_seconds(point: LoadPoint) -> list[float]:
-    """Return the seconds of a cycle in each repeat; one value for all repeats if the engine counts over all requests."""
-    cycle_seconds = _time_by_repeat(point, count_cycles)
-    if cycle_seconds or not point.acceptance or any(r.failed for r in point.requests):
-        return cycle_seconds
-    decoding = sum(r.decoding_s for r in point.requests)
-    return [decoding / cycles] if (cycles := point.acceptance.cycles) else []
+    """Return the seconds of a cycle in each repeat."""
+    return _time_by_repeat(point, count_cycles)
 
 
 def compute_step_seconds(point: LoadPoint) -> list[float]:

@@ -34,11 +34,6 @@ class Interval(NamedTuple):
         return (self.high - self.low) / 2
 
 
-def compute_relative_half(ends: Interval | None, middle: float) -> float | None:
-    """Return half of an interval as a share of the value between its ends; None without an interval."""
-    return ends.half / middle if ends and middle else None
-
-
 class TimeEstimate(NamedTuple):
     """A typical value and its standard error as a share of it; None for a single value."""
 
@@ -101,11 +96,6 @@ def compute_margin(error: float | None, samples: int) -> float | None:
 
 
 # Pooled over clusters
-
-
-def compute_tau_interval(accepted: np.ndarray, cycles: np.ndarray, num_steps: int) -> Interval | None:
-    """Return the interval of tau from accepted drafts [C] and verify cycles [C]."""
-    return compute_tau_intervals(accepted[:, None], cycles[:, None], [num_steps])[0]
 
 
 def compute_tau_intervals(accepted: np.ndarray, cycles: np.ndarray, num_steps: Sequence[int]) -> list[Interval | None]:

@@ -8,11 +8,10 @@ one of them is unknown, there is no interval.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from stages.cells import interval
 from stages.cells.cost_model import CostModel
@@ -27,14 +26,11 @@ LAUNCH_FILE = Path("results/launch.json")
 REPLAY_COLUMNS = ("num_steps", "topk", "num_draft_tokens", "tau_low", "tau_high", "draft_sampling")
 # High / low of an interval around 1: of one that is wider neither "faster" nor "not faster" can be told.
 WIDEST_APART = 4.0
-LARGEST_ERROR = 600.0  # of a logarithm whose exponential is still a number
 
 
 def can_tell(low: float | None, high: float | None) -> bool:
     """Return whether the interval of a speedup tells if it is above 1: False without one, or where it spans 1 and is too wide."""
-    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
-        return False
-    return low > 1 or high < 1 or high <= WIDEST_APART * low
+    return low is not None and high is not None and (low > 1 or high < 1 or high <= WIDEST_APART * low)
 
 
 class SpeedupConditions(NamedTuple):
@@ -95,11 +91,6 @@ class PredictedSpeedup(TableRow):
         return self.low is not None and self.low > 1
 
     @property
-    def is_undecided(self) -> bool:
-        """Return whether the interval can't tell if the tree is faster."""
-        return not can_tell(self.low, self.high)
-
-    @property
     def preference(self) -> tuple[bool, bool, float]:
         """Return the key by which trees of a load are chosen: surely faster than plain decoding, then measured, then speedup."""
         return self.is_faster, self.is_measured, self.speedup
@@ -122,9 +113,6 @@ class LaunchAdvice(PredictedSpeedup):
     flags: list[str]  # none if speculation is not worth enabling
     min_version: str | None = None  # of the engine, that knows the draft; None: any
     measured: bool = False  # the speedup and its interval; else predicted
-    # The advice for an engine older than min_version: the best tree that all versions run. None if min_version is None, or if
-    # there is no such tree.
-    runner_up: "LaunchAdvice | None" = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +145,6 @@ def predict_speedups(
     draft_sampling: DraftSampling = GREEDY,
 ) -> list[PredictedSpeedup]:
     """Return the prediction for each tree within the timing grid and each batch with a plain step."""
-    bounds = get_grid_bounds(cost)
     found: list[PredictedSpeedup] = []
     for tree in select_temperature(trees, temperature, draft_sampling):
         found += [
@@ -170,7 +157,7 @@ def predict_speedups(
                 **vars(predict_speedup(tree, cost.fit, plain)),
             )
             for plain in cost.plain
-            if is_inside_grid(bounds, tree.shape, plain.batch)
+            if cost.covers(tree.shape, plain.batch)
         ]
     return found
 
@@ -181,7 +168,7 @@ def predict_speedup(tree: ReplayedTree, fit: CostModel, plain: PlainStepTime) ->
 
     The more tokens a cycle yields, the fewer cycles an answer has, between which as many prompts of other requests are read. The
     errors are tau's, that of the fit, and that of the plain step. If one is unknown (one conversation was replayed, or the
-    plain step was timed in one repeat), or too large for a number, there is no interval.
+    plain step was timed in one repeat), there is no interval.
     """
     c = fit.predict_cycle_s(tree.shape, plain.batch, plain.arrivals.stretch(tree.tau)) / plain.step_s
     found, step_error = tree.tau / c, interval.compute_margin(plain.error, plain.samples)
@@ -189,8 +176,6 @@ def predict_speedup(tree: ReplayedTree, fit: CostModel, plain: PlainStepTime) ->
         return SpeedupEstimate(tree.tau, c, found, None, None)
     error = math.hypot(fit.margin, step_error)
     down, up = (math.hypot(math.log(a / b), error) for a, b in ((tree.tau, tree.tau_low), (tree.tau_high, tree.tau)))
-    if not max(down, up) < LARGEST_ERROR:  # NaN too
-        return SpeedupEstimate(tree.tau, c, found, None, None)
     return SpeedupEstimate(tree.tau, c, found, found * math.exp(-down), found * math.exp(up))
 
 
@@ -203,17 +188,6 @@ def index_torch_predictions(
         for row in predicted
         if is_in_process(row.engine) and row.concurrency == 1
     }
-
-
-def get_grid_bounds(cost: TimingGrid) -> dict[str, tuple[int, int]]:
-    """Return the smallest and largest timed value of each axis."""
-    axes = {axis: [point[axis] for point in cost.grid] for axis in ("num_steps", "topk", "num_draft_tokens", "batch")}
-    return {axis: (min(values), max(values)) for axis, values in axes.items()}
-
-
-def is_inside_grid(bounds: dict[str, tuple[int, int]], tree: TreeShape, batch: int) -> bool:
-    point = tree.num_steps, tree.topk, tree.num_draft_tokens, batch
-    return all(low <= value <= high for value, (low, high) in zip(point, bounds.values(), strict=True))
 
 
 def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: DescribeLaunch) -> list[LaunchAdvice]:
@@ -229,11 +203,7 @@ def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: Desc
             group = [row for row in engine_rows if row.conditions == conditions]
             runnable = [(row, launch) for row in group if (launch := describe_launch(engine, row))]
             if runnable:
-                advice = _choose_launch(runnable)
-                any_version = [pair for pair in runnable if pair[1].min_version is None]
-                if advice.min_version and any_version:
-                    advice = advice.model_copy(update={"runner_up": _choose_launch(any_version)})
-                found.append(advice)
+                found.append(_choose_launch(runnable))
     return found
 
 
@@ -261,31 +231,4 @@ def write_launch(launch: list[LaunchAdvice], costs: list[TimingGrid]) -> None:
 
 def read_launch() -> list[LaunchAdvice]:
     """Return what to launch. Raises ValueError naming the command to run, if the file is missing."""
-    found: dict[str, Any] = atomic.read_json(LAUNCH_FILE, made_by="report")
-    if "launch" not in found:
-        raise ValueError(f"{LAUNCH_FILE} holds nothing to launch; run: dvc repro -f -s report")
-    return [LaunchAdvice.model_validate(row) for row in found["launch"]]
-
-
-def describe_crossings(points: Sequence[tuple[float, float]], axis: str) -> str:
-    """Return where the speedup crosses 1 in words, as "faster up to a concurrency of 45.3, slower beyond".
-
-    `points` are (position on the axis, speedup) in the axis's order. Between two of them it is linear over log(axis); exactly 1
-    counts as faster.
-    """
-    found = [
-        math.exp(math.log(x0) + (1 - y0) / (y1 - y0) * math.log(x1 / x0))
-        for (x0, y0), (x1, y1) in pairwise(points)
-        if (y0 >= 1) != (y1 >= 1)
-    ]
-    start, paces = points[0][1] >= 1, ("slower", "faster")
-    ends = f"{points[0][0]:g} to {points[-1][0]:g}" if len(points) > 1 else f"{points[0][0]:g}"
-    if not found:
-        x, y = min(points, key=lambda p: p[1]) if start else max(points, key=lambda p: p[1])
-        at = f"{y:.3g}× at {x:g}"
-        if start:
-            return f"faster at every {axis} measured, {ends}: at least {at}"
-        return f"slower at every {axis} measured, {ends}: at best {at}"
-    spans = [f"{paces[start == (n % 2 == 0)]} up to {x:.3g}" for n, x in enumerate(found)]
-    spans[0] = spans[0].replace("up to ", f"up to {'an' if axis[0] in 'aeiou' else 'a'} {axis} of ", 1)
-    return ", ".join([*spans, f"{paces[start == (len(found) % 2 == 0)]} beyond"])
+    return [LaunchAdvice.model_validate(row) for row in atomic.read_json(LAUNCH_FILE, made_by="report")["launch"]]

@@ -21,32 +21,17 @@ FindCost = Callable[[ResultRow], TimingGrid | None]  # the grid by which a line 
 
 
 @dataclass(frozen=True)
-class MeasuredSpeedup(SpeedupEstimate):
-    """The speedup of decoding, that of whole answers, and the seconds of a step of plain decoding."""
-
-    whole: float
-    plain_step_s: float
-
-    @property
-    def whole_interval(self) -> tuple[float | None, float | None]:
-        """Return the ends of the interval of `whole`."""
-        low, high = (None if end is None else end * self.whole / self.speedup for end in (self.low, self.high))
-        return low, high
-
-
-@dataclass(frozen=True)
 class ComparedPrediction:
     """The prediction for a line of the table beside its measurement."""
 
     row: ResultRow
     predicted: SpeedupEstimate
-    measured: MeasuredSpeedup
+    measured: SpeedupEstimate  # of decoding
 
     @property
     def group(self) -> tuple[object, ...]:
         """Return what the lines of one load have in common."""
-        row = self.row
-        return row.engine, row.workload, row.checkpoint, row.concurrency, row.max_new_tokens
+        return *self.row.conditions, self.row.checkpoint
 
     @property
     def agrees(self) -> bool | None:
@@ -57,15 +42,13 @@ class ComparedPrediction:
         return low <= other_high and other_low <= high
 
     @property
-    def farther_factor(self) -> str | None:
-        """Return which of tau and C is further from its prediction; None unless the intervals are apart."""
+    def farther_factor(self) -> str:
+        """Return which of tau and C is further from its prediction."""
         guess, found = self.predicted, self.measured
-        if self.agrees is not False:
-            return None
         return "tau" if abs(math.log(found.tau / guess.tau)) > abs(math.log(found.C / guess.C)) else "C"
 
 
-def measure_line(line: TableLine) -> MeasuredSpeedup | None:
+def measure_line(line: TableLine) -> SpeedupEstimate | None:
     """Return tau, C and the speedup of decoding, with its interval; None if the line was not compared with a baseline."""
     row, point, plain = line.row, line.point, line.baseline_point
     if not point or not plain or row.speedup is None or row.tau is None:
@@ -77,7 +60,7 @@ def measure_line(line: TableLine) -> MeasuredSpeedup | None:
     cycle, step, token = (estimate_repeats(seconds).value for seconds in (cycles, steps, token_times))
     decoding = step / token
     low, high = (None if end is None else decoding * end / row.speedup for end in (row.speedup_low, row.speedup_high))
-    return MeasuredSpeedup(row.tau, cycle / step, decoding, low, high, row.speedup, step)
+    return SpeedupEstimate(row.tau, cycle / step, decoding, low, high)
 
 
 def compare_lines(
@@ -107,7 +90,7 @@ def _compare_line(
     if differs := timing_grid.list_hardware_differences(timed.hardware, line.cell.hardware):
         return f"{OTHER_MACHINE}, {', '.join(differs)}"
     plain = next((step for step in timed.plain if step.batch == row.concurrency), None)
-    if plain is None or not prediction.is_inside_grid(prediction.get_grid_bounds(timed), shape, plain.batch):
+    if plain is None or not timed.covers(shape, plain.batch):
         return "outside the grid"
     trees = select_temperature(replays.get(str(row.checkpoint), []), row.temperature, line.cell.draft_sampling)
     tree = next((tree for tree in trees if tree.shape == shape), None)

@@ -59,7 +59,8 @@ class Record(BaseModel):
     def read_csv(cls, path: Path, made_by: str) -> list[Self]:
         """Read the rows of a CSV file, empty values as None. Raises ValueError as `read_json`.
 
-        A column whose field has a default may be missing, as such a key of a JSON file: an earlier version wrote none.
+        A column whose field has a default may be missing, as such a key of a JSON file, and others are passed over: an earlier
+        version wrote other columns.
         """
         with atomic.guard_artifact(path, "CSV", made_by), path.open(newline="", encoding="utf-8") as file:
             lines = csv.DictReader(file)
@@ -67,7 +68,8 @@ class Record(BaseModel):
         if missing := sorted({name for name, field in cls.model_fields.items() if field.is_required()} - set(columns)):
             raise atomic.BrokenArtifactError(f"{path} lacks the columns {missing}", atomic.format_rerun_hint(made_by))
         try:
-            found = [cls.model_validate({name: text or None for name, text in row.items()}) for row in rows]
+            known = ({name: text or None for name, text in row.items() if name in cls.model_fields} for row in rows)
+            found = [cls.model_validate(row) for row in known]
         except ValidationError as error:
             raise atomic.BrokenArtifactError(
                 f"{path} has a line that {_explain_error(error)}", atomic.format_rerun_hint(made_by)

@@ -8,16 +8,30 @@ the questions of each file of fix_data.raw, and in each range of context lengths
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 from stages.cells.record import GREEDY, DraftSampling, Record, limit_draft_sampling
 from stages.params.tree_shape import TreeShape
-from stages.runtime import atomic
 
 REPLAY_FOLDER = Path("results/replay")
 
 
-class ReplayedTree(Record):
+class ReplayRecord(Record):
+    """A row of a table of a checkpoint's replay."""
+
+    SUFFIX: ClassVar[str] = ""  # of the file
+
+    @classmethod
+    def locate(cls, checkpoint: str) -> Path:
+        return REPLAY_FOLDER / f"{checkpoint}{cls.SUFFIX}.csv"
+
+    @classmethod
+    def read(cls, checkpoint: str) -> list[Self]:
+        """Return the rows of a checkpoint. Raises ValueError naming the file and the stage to run."""
+        return cls.read_csv(cls.locate(checkpoint), f"replay_trees@{checkpoint}")
+
+
+class ReplayedTree(ReplayRecord):
     """A tree on a checkpoint's eval answers of one temperature."""
 
     checkpoint: str
@@ -43,9 +57,10 @@ class ReplayedTree(Record):
         return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
 
 
-class TreeBucket(Record):
+class TreeBucket(ReplayRecord):
     """Some cycles, or nodes, of a traced tree."""
 
+    SUFFIX = ".inside"
     checkpoint: str
     tree: str
     by: str
@@ -56,9 +71,10 @@ class TreeBucket(Record):
     accepted: int
 
 
-class GroupTau(Record):
+class GroupTau(ReplayRecord):
     """A tree on a part of the eval answers at temperature 0."""
 
+    SUFFIX = ".groups"
     by: Literal["source", "context"]
     group: str  # a file of fix_data.raw, or a range of the tokens before the drafts, "128-256"
     answers: int
@@ -67,19 +83,6 @@ class GroupTau(Record):
     tau: float
     tau_low: float | None  # None if one conversation was replayed, as `tau_high`
     tau_high: float | None
-
-
-def locate_replay(checkpoint: str) -> Path:
-    return REPLAY_FOLDER / f"{checkpoint}.csv"
-
-
-def read_replay(checkpoint: str) -> list[ReplayedTree]:
-    """Return a checkpoint's trees at each temperature. Raises ValueError naming the file and the stage to run."""
-    path, stage = locate_replay(checkpoint), f"replay_trees@{checkpoint}"
-    rows = ReplayedTree.read_csv(path, stage)
-    if not rows:
-        raise atomic.BrokenArtifactError(f"{path} holds no trees", atomic.format_rerun_hint(stage))
-    return rows
 
 
 def select_temperature(
@@ -96,21 +99,3 @@ def select_sampled_alike(
     """Return the trees on answers sampled so: at temperature 0, or above it with the same top-p and without top-k."""
     alike = select_temperature(trees, temperature, draft_sampling)
     return [tree for tree in alike if not temperature or (tree.top_p == top_p and top_k is None)]
-
-
-def locate_tree_statistics(checkpoint: str) -> Path:
-    return REPLAY_FOLDER / f"{checkpoint}.inside.csv"
-
-
-def read_tree_statistics(checkpoint: str) -> list[TreeBucket]:
-    """Return every bucket; none if no tree was traced. Raises ValueError as `read_replay`."""
-    return TreeBucket.read_csv(locate_tree_statistics(checkpoint), f"replay_trees@{checkpoint}")
-
-
-def locate_group_taus(checkpoint: str) -> Path:
-    return REPLAY_FOLDER / f"{checkpoint}.groups.csv"
-
-
-def read_group_taus(checkpoint: str) -> list[GroupTau]:
-    """Return every tree on every part. Raises ValueError as `read_replay`."""
-    return GroupTau.read_csv(locate_group_taus(checkpoint), f"replay_trees@{checkpoint}")

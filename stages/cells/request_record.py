@@ -13,8 +13,7 @@ class AcceptanceCounts(NamedTuple):
     """Counts of a request, or of a load; tau is (accepted + cycles) / cycles."""
 
     cycles: int
-    accepted: int  # drafts
-    clipped: bool  # `accepted` leaves out drafts beyond the end
+    accepted: int  # drafts, without those beyond the end
     histogram: list[int]  # the engine's: cycles that accepted i drafts, those beyond the end too
 
 
@@ -37,14 +36,14 @@ class LoadSummary:
     failed: dict[str, int]  # requests by reason
     duration_s: float
     input_tokens: int  # of completed requests, as what follows
-    output_tokens: int | None  # None where an answer's tokens are not counted, as what is made of them
+    output_tokens: int
     request_throughput: float  # each second
-    output_throughput: float | None
-    total_throughput: float | None
+    output_throughput: float
+    total_throughput: float
     mean_at_once: float
     ttft_s: LatencyDistribution | None
     tpot_s: LatencyDistribution | None
-    itl_s: LatencyDistribution | None  # None too where events' tokens are not counted
+    itl_s: LatencyDistribution | None
     chunk_gap_s: LatencyDistribution | None
     e2e_s: LatencyDistribution | None
     wait_s: LatencyDistribution | None
@@ -59,7 +58,6 @@ class RequestRecord:
     sent: float = 0.0
     ended: float = 0.0  # the last byte, or the failure
     events: list[tuple[float, int]] = field(default_factory=list)  # [E]: when tokens came, and how many at once
-    has_token_counts: bool = True  # of its events; else each piece of text is taken for one token
     input_tokens: int = 0
     output_tokens: int = 0
     finish_reason: str | None = None
@@ -71,8 +69,6 @@ class RequestRecord:
     counts: AcceptanceCounts | None = None  # by our definition
     process_s: float | None = None  # CPU time of the torch engine's process meanwhile, of all threads; None on a GPU
     divergence_margin: float | None = None  # between the target's two best logits where it parts from plain decoding's
-    # `output_tokens` are tokens; else pieces of text: the server sent neither usage nor token ids
-    is_counted: bool = True
 
     @property
     def question_id(self) -> str:
@@ -89,8 +85,8 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Return the time per output token after the first; None for one token, and where they are not counted."""
-        if self.output_tokens < 2 or not self.is_counted:
+        """Return the time per output token after the first; None for one token."""
+        if self.output_tokens < 2:
             return None
         return (self.events[-1][0] - self.events[0][0]) / (self.output_tokens - 1)
 
@@ -109,21 +105,20 @@ def summarise_load(records: list[RequestRecord]) -> LoadSummary:
     answered = [r for r in records if not r.failure_reason]
     duration_s = max(r.ended for r in records) - min(r.due for r in records)
     input_tokens, output_tokens = sum(r.input_tokens for r in answered), sum(r.output_tokens for r in answered)
-    counted, has_events = (all(getattr(r, key) for r in answered) for key in ("is_counted", "has_token_counts"))
     return LoadSummary(
         requests=len(records),
         completed=len(answered),
         failed=dict(Counter(r.failure_reason for r in records if r.failure_reason)),
         duration_s=duration_s,
         input_tokens=input_tokens,
-        output_tokens=output_tokens if counted else None,
+        output_tokens=output_tokens,
         request_throughput=len(answered) / duration_s,
-        output_throughput=output_tokens / duration_s if counted else None,
-        total_throughput=(input_tokens + output_tokens) / duration_s if counted else None,
+        output_throughput=output_tokens / duration_s,
+        total_throughput=(input_tokens + output_tokens) / duration_s,
         mean_at_once=sum(r.e2e_s for r in answered) / duration_s,
         ttft_s=summarise_distribution([r.ttft_s for r in answered]),
         tpot_s=summarise_distribution([s for r in answered if (s := r.tpot_s) is not None]),
-        itl_s=summarise_distribution([s for r in answered for s in r.token_gaps_s()]) if has_events else None,
+        itl_s=summarise_distribution([s for r in answered for s in r.token_gaps_s()]),
         chunk_gap_s=summarise_distribution([s for r in answered for s in r.chunk_gaps_s()]),
         e2e_s=summarise_distribution([r.e2e_s for r in answered]),
         wait_s=summarise_distribution([r.sent - r.due for r in answered]),

@@ -8,10 +8,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
-from stages.cells import interval
+from stages.cells import points
 from stages.cells.cell import PLAIN, RAN, SPECULATIVE, UNSUPPORTED, Cell, LoadPoint, name_stage
 from stages.cells.prediction import OverruledPrediction, PredictedSpeedup, SpeedupConditions
 from stages.cells.record import Column, DraftSampling, TableRow
@@ -46,7 +45,6 @@ class ResultRow(TableRow):
         "identical_share": Column(("identical", "(%)"), decimals=0, factor=100),
         "output_throughput": Column(("output", "tokens/s"), decimals=0, on_page_only=True),
         "replay_tau": Column(("tau,", "replayed"), on_page_only=True),
-        "process_speedup": Column(("speedup,", "CPU time"), suffix="x", on_page_only=True),
     }
 
     workload: str
@@ -94,7 +92,6 @@ class ResultRow(TableRow):
     speedup: Annotated[Number, Column(("speedup", ""), suffix="x")] = None
     speedup_low: Annotated[Number, Column(("95%", "interval"), high="speedup_high")] = None
     speedup_high: Number = None
-    process_speedup: Number = None  # by CPU time; None on a GPU too
     identical_share: Annotated[Number, Column(("identical", "(%)"), "", 0, 100, on_page_only=True)] = None
     accuracy: Annotated[Number, Column(source="quality.accuracy")] = None
     baseline_accuracy: Number = None
@@ -309,34 +306,13 @@ def _compare_with_baseline(
     if reason := _explain_no_speedup(cell, point, baseline, baseline_point):
         return {"remark": f"not compared: {reason}"}
     assert baseline_point is not None, "_explain_no_speedup returns a reason"
-    found = _compute_speedup(point, baseline_point)
-    return found | {
+    found = point.in_turns or points.average_speedup(point.loads, baseline_point.loads)
+    assert found is not None, "_explain_no_speedup returns a reason"
+    return found.model_dump() | {
         "baseline_output_throughput": baseline_point.mean_throughput,
-        "process_speedup": _compute_process_speedup(point, baseline_point),
         "baseline_accuracy": baseline_point.quality.accuracy if baseline_point.quality else None,
         "identical_share": point.share_identical(baseline_point) if cell.temperature == 0 else None,
     }
-
-
-def _compute_speedup(point: LoadPoint, baseline_point: LoadPoint) -> dict[str, Any]:
-    """Return the speedup with its interval: pooled over answers that were decoded in turns, else the mean over repeats."""
-    if point.in_turns:
-        return point.in_turns.model_dump()
-    throughputs, plain = ([load.output_throughput or 0.0 for load in p.loads] for p in (point, baseline_point))
-    speedups = [a / b for a, b in zip(throughputs, plain, strict=True)]
-    low, high = interval.compute_mean_interval(speedups) or (None, None)
-    return {"speedup": fmean(speedups), "speedup_low": low, "speedup_high": high}
-
-
-def _compute_process_speedup(point: LoadPoint, baseline_point: LoadPoint) -> float | None:
-    """Return tokens per second of CPU time over those of plain decoding; None where an answer has no CPU time."""
-    speeds = []
-    for requests in (point.requests, baseline_point.requests):
-        seconds = [row.process_s for row in requests if row.process_s]
-        if not seconds or len(seconds) < len(requests):
-            return None
-        speeds.append(sum(row.output_tokens or 0 for row in requests) / sum(seconds))
-    return speeds[0] / speeds[1]
 
 
 def _explain_no_speedup(cell: Cell, point: LoadPoint, baseline: Cell, baseline_point: LoadPoint | None) -> str:
@@ -353,8 +329,6 @@ def _explain_no_speedup(cell: Cell, point: LoadPoint, baseline: Cell, baseline_p
     if (num_repeats := len(point.loads)) != (baseline_repeats := len(baseline_point.loads)):
         return f"the baseline has {baseline_repeats} repeats, this cell {num_repeats}"
     for name, loads in (("the baseline", baseline_point.loads), ("this cell", point.loads)):
-        if any(load.output_throughput is None for load in loads):
-            return f"the server of {name} sends neither usage nor token ids, so its tokens are not counted"
         if not all(load.output_throughput for load in loads):
             return f"{name} answered nothing"
     return ""

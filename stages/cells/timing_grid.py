@@ -64,9 +64,7 @@ class CycleTime(StepTime):
 class MeasuredGrid(Record):
     """The times of an engine with one draft, as its adapter measures them."""
 
-    workload: (
-        str | None
-    )  # whose load an engine that serves was timed under; null for the torch engine, as `max_new_tokens`
+    workload: str | None  # whose load a server was timed under; null for the torch engine, as `max_new_tokens`
     max_new_tokens: int | None
     draft: dict[str, Any]  # config.json of the timed draft
     # what else changes times: dtype, tree_scoring, context (tokens before the first cycle), repeats
@@ -95,6 +93,19 @@ class TimingGrid(MeasuredGrid):
     def stage(self) -> str:
         """Return the DVC stage that timed the grid."""
         return name_stage(self.engine, self.checkpoint)
+
+    @property
+    def bounds(self) -> dict[str, tuple[int, int]]:
+        """Return the smallest and largest timed value of each axis."""
+        axes = {
+            name: [point[name] for point in self.grid] for name in ("num_steps", "topk", "num_draft_tokens", "batch")
+        }
+        return {axis: (min(values), max(values)) for axis, values in axes.items()}
+
+    def covers(self, tree: TreeShape, batch: int) -> bool:
+        """Return whether a tree at a batch lies within the timed ones: nothing is extrapolated."""
+        point = tree.num_steps, tree.topk, tree.num_draft_tokens, batch
+        return all(low <= value <= high for value, (low, high) in zip(point, self.bounds.values(), strict=True))
 
     @property
     def draft_sampling(self) -> DraftSampling:

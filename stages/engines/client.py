@@ -69,34 +69,22 @@ class ChatClient:
     async def __aenter__(self) -> "ChatClient":
         await self._http.__aenter__()
         found = await asyncio.gather(*(self._identify(e) for e in self.endpoints), return_exceptions=True)
-        errors = [
-            (e.url, error) for e, error in zip(self.endpoints, found, strict=True) if isinstance(error, BaseException)
-        ]
-        for _, error in errors:
+        for error in found:
             # An unreachable server may come up later; `complete` identifies it then.
-            if not isinstance(error, http_session.ExchangeFailedError):
+            if isinstance(error, BaseException) and not isinstance(error, http_session.ExchangeFailedError):
                 await self.__aexit__()
                 raise error
-        if errors:
-            self._note_awaited(", ".join(url for url, _ in errors), errors[0][1], len(errors) == len(found))
         return self
 
-    def _note_awaited(self, urls: str, error: BaseException, is_alone: bool) -> None:
-        """Say which servers can't be asked, at once: until the attempts end the stage would be silent."""
-        note = "the other servers are asked meanwhile"
-        if is_alone:
-            longest_s = sum(_pause_s(self.first_backoff_s, times + 1) for times in range(self.attempts))
-            after = f"in about {longest_s:.0f} s" if len(self.urls) == 1 else "when the attempts have ended"
-            note = f"unless a server answers, the run stops {after} ({PARAMS_SECTION}.attempts: {self.attempts})"
-        _print_note(f"waiting for {urls}, which can't be asked yet: {error}; {note}")
-
-    def _note_still_awaited(self, endpoint: Endpoint, error: BaseException) -> None:
-        """Say that a server can't be asked yet, now and then, while none has been."""
+    def _note_awaited(self, endpoint: Endpoint, error: BaseException) -> None:
+        """Say that a server can't be asked yet: at once, and again now and then while no other has been."""
         now, is_alone = time.monotonic(), not any(e.engine for e in self.endpoints)
-        if endpoint.is_awaited and is_alone and now - self._noted_at >= NOTE_INTERVAL_S:
-            self._noted_at = now
-            _print_note(f"still waiting for {endpoint.url}, {now - self._started_at:.0f} s so far: {error}")
-        endpoint.is_awaited = True
+        if endpoint.is_awaited and not (is_alone and now - self._noted_at >= NOTE_INTERVAL_S):
+            return
+        endpoint.is_awaited, self._noted_at = True, now
+        note = f"unless a server answers, the run stops after {self.attempts} attempts ({PARAMS_SECTION}.attempts)"
+        note = note if is_alone else "the other servers are asked meanwhile"
+        _print_note(f"{endpoint.url} can't be asked yet, {now - self._started_at:.0f} s so far: {error}; {note}")
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.__aexit__()
@@ -213,7 +201,7 @@ class ChatClient:
                 try:
                     endpoint.engine = await registry.identify_engine(self._http, endpoint.url)
                 except http_session.ExchangeFailedError as error:
-                    self._note_still_awaited(endpoint, error)
+                    self._note_awaited(endpoint, error)
                     endpoint.failures += 1
                     endpoint.backoff_until = time.monotonic() + self._compute_backoff_s(endpoint.failures)
                     raise

@@ -1,11 +1,9 @@
-"""Memory of the GPUs that a server uses, read from nvidia-smi, since the engine runs in another process. Sizes are in GiB."""
+"""Memory of the GPUs that a server uses, from the driver, since the engine runs in another process. Sizes are in GiB."""
 
-import shutil
-import subprocess
 from typing import NamedTuple
 
-from stages.params.units import format_gib
-from stages.runtime.machine import list_named_gpus
+from stages.params.units import GIB, format_gib
+from stages.telemetry import gpu_energy
 
 
 class GpuMemory(NamedTuple):
@@ -15,21 +13,14 @@ class GpuMemory(NamedTuple):
 
 
 def list_visible_gpus() -> list[GpuMemory]:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES, in its order; none on a machine without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    fields = "index,uuid,name,memory.used,memory.total"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    if output.returncode:
-        return []
-    found: dict[str, GpuMemory] = {}
-    for index, uuid, name, used, total in (line.split(", ") for line in output.stdout.strip().splitlines()):
-        found[index] = found[uuid] = GpuMemory(name, float(used) / 1024, float(total) / 1024)  # MiB
-    named = list_named_gpus()
-    if named is None:
-        return [gpu for key, gpu in found.items() if key.isdigit()]
-    return [found[key] for key in named if key in found]
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, in its order; none on a machine without NVIDIA's driver."""
+    nvml, found = gpu_energy.pynvml, list[GpuMemory]()
+    for card in gpu_energy.list_visible_cards():
+        memory = nvml.nvmlDeviceGetMemoryInfo(
+            card, version=nvml.nvmlMemory_v2
+        )  # `used` without what the driver reserves
+        found.append(GpuMemory(nvml.nvmlDeviceGetName(card), memory.used / GIB, memory.total / GIB))
+    return found
 
 
 def sum_used_gib(gpus: list[GpuMemory]) -> float | None:

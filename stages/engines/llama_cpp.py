@@ -123,9 +123,7 @@ class LlamaCpp(protocol.ServingEngine):
         return {"context_length": context} | {name: found[key] for name, key in facts.items() if key in found}
 
     def build_request(self, request: protocol.LoadRequest, model: str) -> protocol.BuiltRequest:
-        """Token ids go to its own protocol: only there it reports accepted drafts."""
-        if not request.has_token_ids:
-            return super().build_request(request, model)
+        """Return a request of its own protocol: only there it reports accepted drafts."""
         body = {
             "prompt": request.prompt, "n_predict": request.max_tokens, "ignore_eos": request.ignore_eos, "stream": True,
             "return_tokens": True, "cache_prompt": False,
@@ -157,7 +155,7 @@ class LlamaCpp(protocol.ServingEngine):
             )
         if num_steps is None:
             return None
-        return AcceptanceCounts(max(cycles, -(-drafted // num_steps)), accepted, True, [])
+        return AcceptanceCounts(max(cycles, -(-drafted // num_steps)), accepted, [])
 
     def build_sampling_request(
         self, body: protocol.Body, options: protocol.SamplingOptions | None

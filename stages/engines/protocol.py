@@ -1,31 +1,31 @@
-"""The Protocol of engines that serve, and what passes between them and those who sample from them or measure them.
+"""The interface of engines that serve, and what passes between them and those who sample from them or measure them.
 
-`ServingEngine` is written for any server of OpenAI's API; an engine's own module defines what differs. The engines' flags and
+`ServingEngine` knows any server of OpenAI's API; an engine's own module defines what differs. The engines' flags and
 answers are read from the sources of SGLang 0.5.17 to 0.5.23, vLLM 0.30 to 0.33 and llama.cpp 0c1e57098 and later.
 """
 
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-import orjson
+from typing import Any, NamedTuple
 
 from stages.cells.cell import Memory
 from stages.cells.request_record import AcceptanceCounts
-from stages.engines import versions
 from stages.engines.chat_answer import AnswerModel, ChatCompletion
 from stages.engines.http_session import ExchangeFailedError, HttpSession
-from stages.engines.sse import ReadMessage, read_openai
-from stages.engines.versions import Change
-from stages.params.engines import locate_program
+from stages.engines.sse import ReadMessage
+from stages.params.engines import ENGINES, locate_program
 from stages.params.families import DraftFamily, DraftKind, find_family
 from stages.params.tree_shape import TreeShape
 from stages.runtime.free_port import HOST
 
 Body = dict[str, Any]
 Info = Mapping[str, Any]  # what an engine reports, by its own names
+VERSION_TIMEOUT_S = 120.0  # vLLM imports torch to say its version
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,13 @@ class LoadRequest:
     """A request of a load to send."""
 
     id: str
-    prompt: list[int] | list[dict[str, Any]]  # token ids, or messages
+    prompt: list[int]  # token ids
     max_tokens: int
     temperature: float
     top_p: float
     top_k: int | None
     ignore_eos: bool  # generate max_tokens, past end tokens
     engine_fields: Body = field(default_factory=dict)  # of the body, known to this engine only: image_data
-
-    @property
-    def has_token_ids(self) -> bool:
-        return bool(self.prompt) and isinstance(self.prompt[0], int)
 
     @property
     def extensions(self) -> Body:
@@ -126,12 +122,30 @@ class BuiltRequest(NamedTuple):
 
     path: str
     body: bytes
-    read: ReadMessage = read_openai  # of a message of the answer's stream
+    read: ReadMessage  # of a message of the answer's stream
     headers: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
-class ServingEngine(Protocol):
-    """An engine that serves."""
+@dataclass(frozen=True)
+class Change:
+    """A feature that an engine has from a version on."""
+
+    first_version: str
+    feature: str
+
+    def is_in(self, version: str | None) -> bool:
+        """Return whether this version of the engine has the feature; None is the newest version."""
+        return version is None or parse_release(version) >= parse_release(self.first_version)
+
+
+def parse_release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version: (0, 5, 17) of 0.5.17.post1+cu130; () without any, which is older than all others."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return tuple(map(int, found[1].split("."))) if found else ()
+
+
+class ServingEngine:
+    """An engine that serves; itself one that has no module."""
 
     name: str = "openai"
     owned_by: str | None = None  # of the models that it lists
@@ -140,7 +154,6 @@ class ServingEngine(Protocol):
     program_words: int = 2  # of its command line, which benchmark_served.servers.*.command replaces
     install_hint: str = ""  # where packages to serve are missing
     known_ends: Sequence[tuple[str, str]] = ()  # a line of the log that it ends with, and what it then can't run
-    takes_token_ids: bool = True  # as prompts
     takes_images: bool = False  # with prompts as token ids
     most_at_once: int | None = None  # requests that are sent to a server at a time
     counting_flags: Sequence[str] = ()  # of a server with a draft, which make it report accepted drafts
@@ -238,7 +251,7 @@ class ServingEngine(Protocol):
 
     def find_version(self, program: str) -> str | None:
         """Return the version that a program starts; None where it can't be told. Raises ValueError for one that is too old."""
-        version = versions.find_version(self.name, program)
+        version = find_version(self.name, program)
         self.check_version(version)
         return version
 
@@ -325,29 +338,8 @@ class ServingEngine(Protocol):
     # Requests of a load
 
     def build_request(self, request: LoadRequest, model: str) -> BuiltRequest:
-        """Return the request for the engine. Raises ValueError if it doesn't take such a one."""
-        body = {
-            "model": model,
-            "prompt" if request.has_token_ids else "messages": request.prompt,
-            "max_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            **self.list_request_fields(request),
-            **request.engine_fields,
-        }
-        return BuiltRequest("/v1/completions" if request.has_token_ids else "/v1/chat/completions", orjson.dumps(body))
-
-    def list_request_fields(self, request: LoadRequest) -> Body:
-        """Return the fields beyond OpenAI's. Raises ValueError for what the engine doesn't take."""
-        has_top_k, has_unknown_prompt = request.top_k is not None, request.has_token_ids and not self.takes_token_ids
-        if request.ignore_eos or has_top_k or has_unknown_prompt:
-            feature = "ignore_eos" if request.ignore_eos else "top_k" if has_top_k else "token ids as prompts"
-            raise ValueError(
-                f"{request.id}: expected an engine that takes {feature}, found {self.name}; ask without, or use sglang or vllm"
-            )
-        return {}
+        """Return the request for the engine, in whose answer each chunk tells the number of tokens so far."""
+        raise ValueError(f"aerie measures no loads of {self.name}")
 
     async def begin_load(self, http: HttpSession, url: str) -> None:
         """Make a server that has warmed up ready for a load."""
@@ -362,7 +354,7 @@ class ServingEngine(Protocol):
 
         `num_steps` is None without a draft. Raises ValueError if the figures don't add up to the tokens of the answer.
         """
-        return AcceptanceCounts(0, 0, True, []) if output_tokens == 1 else None  # no cycle was needed
+        return AcceptanceCounts(0, 0, []) if output_tokens == 1 else None  # no cycle was needed
 
     # Answers of sample_target
 
@@ -377,10 +369,6 @@ class ServingEngine(Protocol):
     def list_sampling_fields(self, options: SamplingOptions) -> Body:
         """Return the fields of a request's body that only this engine understands."""
         return {}
-
-
-class OpenAIServer(ServingEngine):
-    """A server of another engine."""
 
 
 PLAIN_SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -420,7 +408,7 @@ def leave_out_cut(histogram: list[int], prefills: int, output_tokens: int) -> Ac
             f"the engine's figures don't add up: {prefills} prefills, {cycles} cycles and {accepted} accepted drafts are not "
             f"{output_tokens} tokens with 0 to {longest} cut off; expected prefills + accepted + cycles - cut"
         )
-    return AcceptanceCounts(cycles, accepted - max(0, cut - 1), True, histogram)
+    return AcceptanceCounts(cycles, accepted - max(0, cut - 1), histogram)
 
 
 async def fetch_json(http: HttpSession, url: str, path: str) -> dict[str, Any]:
@@ -431,3 +419,25 @@ async def fetch_json(http: HttpSession, url: str, path: str) -> dict[str, Any]:
     except ValueError as error:
         raise ExchangeFailedError("malformed", f"no JSON of what it is ({error})") from None
     return found if isinstance(found, dict) else {}
+
+
+def find_version(engine: str, program: str) -> str | None:
+    """Return the version of the engine that a program starts; None where it can't be told.
+
+    An environment says it in its package's folder, which takes no start of the engine; some programs elsewhere are asked. A
+    version that can't be told (an engine on the PATH, in a container) counts as the newest.
+    """
+    path = shutil.which(program)
+    if path is None:
+        return None
+    folders = Path(path).absolute().parent.parent.glob(f"lib/python3*/site-packages/{engine}-*.dist-info")
+    if found := next(folders, None):
+        return found.name.removesuffix(".dist-info").partition("-")[2]
+    if not ENGINES[engine].tells_version or Path(path).name != ENGINES[engine].program:
+        return None
+    try:
+        completed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found_versions = re.findall(r"^v?(\d+\.\d[\w.+]*)$", completed.stdout, re.MULTILINE)
+    return found_versions[-1] if found_versions and completed.returncode == 0 else None

@@ -6,12 +6,12 @@ from typing import Any
 
 from stages.engines.http_session import NOT_READY_STATUSES, HttpSession
 from stages.engines.llama_cpp import LlamaCpp
-from stages.engines.protocol import OpenAIServer, ServingEngine
+from stages.engines.protocol import ServingEngine
 from stages.engines.sglang import SGLang
 from stages.engines.transformers_serve import TransformersServe
 from stages.engines.vllm import VLLM
 
-OTHER = OpenAIServer()  # a server of another engine
+OTHER = ServingEngine()  # a server of another engine
 _ENGINES = {engine.name: engine for engine in (SGLang(), VLLM(), LlamaCpp(), TransformersServe(), OTHER)}
 
 

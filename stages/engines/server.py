@@ -131,10 +131,6 @@ class ServerProcess:
                 env={**os.environ, **limit, **devices, **self.environment},
             )
 
-    @property
-    def was_started(self) -> bool:
-        return self._guard is not None
-
     def get_exit_status(self) -> int | None:
         return self._guard.poll() if self._guard else None
 
@@ -228,7 +224,7 @@ class ServerGroup:
         for server in self.servers:
             server.ask_to_end()
         for server in self.servers:
-            if server.was_started:
+            if server._guard:
                 server.stop()
 
     @property

@@ -13,17 +13,16 @@ from stages.engines import protocol
 from stages.engines.http_session import ExchangeFailedError, HttpSession
 from stages.engines.server_startup.sglang_vision_patch import PREFIX, TARGETS, VERSION
 from stages.engines.sse import AnswerStream
-from stages.engines.versions import Change, parse_release
 from stages.params.families import ALGORITHMS, find_family
 from stages.runtime.free_port import find_free_port
 
 FLUSH_TIMEOUT_S = 30  # until a server is idle, so that it may drop its cache
 SIMULATED_LENGTH, SIMULATED_METHOD = "SGLANG_SIMULATE_ACC_LEN", "SGLANG_SIMULATE_ACC_METHOD"
 # Before, --cuda-graph-max-bs, which 0.5.23 refuses as ambiguous.
-DECODE_GRAPHS = Change("0.5.14", "--cuda-graph-max-bs-decode")
+DECODE_GRAPHS = protocol.Change("0.5.14", "--cuda-graph-max-bs-decode")
 DFLASH2 = "DFlash2DraftModel"  # architecture
 # Before, sliding layers are causal whatever is_causal says.
-WINDOWS = Change("0.5.23", "is_causal: false of layers with a sliding window")
+WINDOWS = protocol.Change("0.5.23", "is_causal: false of layers with a sliding window")
 INFO_KEYS = (  # of /server_info, those that explain a measurement
     "version", "launch_command", "model_path", "dtype", "kv_cache_dtype", "attention_backend", "sampling_backend",
     "tp_size", "mem_fraction_static", "max_total_tokens", "max_running_requests", "context_length",
@@ -43,7 +42,7 @@ class SGLang(protocol.ServingEngine):
     serve_words = ("serve", "--model-path")
     takes_images = True
     accept_length = "spec_accept_length"
-    drafts = {DFLASH2: Change("0.5.23", DFLASH2)}  # noqa: RUF012 - before, its tensors are skipped
+    drafts = {DFLASH2: protocol.Change("0.5.23", DFLASH2)}  # noqa: RUF012 - before, its tensors are skipped
 
     def list_start_flags(self, device: str) -> dict[str, Any]:
         """SGLang's processes meet on a port of their own, which it would take from the kernel and bind a minute later: of eleven
@@ -70,7 +69,7 @@ class SGLang(protocol.ServingEngine):
 
     def describe_patch(self, log: Path, version: str) -> str | None:
         if version != VERSION:
-            if parse_release(version) >= PATCH_CORRECTED:
+            if protocol.parse_release(version) >= PATCH_CORRECTED:
                 return None
             return (
                 f"SGLang {version} was not patched, and may give the draft of a multimodal target wrong embeddings and "
@@ -90,7 +89,7 @@ class SGLang(protocol.ServingEngine):
             return "SGLang's EAGLE-3 draft has no q/k norms, and this one does"
         return None
 
-    def find_change(self, config: protocol.Info) -> Change | None:
+    def find_change(self, config: protocol.Info) -> protocol.Change | None:
         windows = config.get("use_sliding_window") and config.get("is_causal") is False
         return super().find_change(config) or (WINDOWS if windows else None)
 
@@ -143,18 +142,13 @@ class SGLang(protocol.ServingEngine):
         return max(captured) if captured else decode.get("max_bs")
 
     def build_request(self, request: protocol.LoadRequest, model: str) -> protocol.BuiltRequest:
-        """Token ids go to its own protocol: only there it reports accepted drafts."""
-        if not request.has_token_ids:
-            return super().build_request(request, model)
+        """Return a request of its own protocol: only there it reports accepted drafts."""
         sampling = {
             "max_new_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p,
             **request.extensions,
         }  # fmt: skip
         body = {"input_ids": request.prompt, "sampling_params": sampling, "stream": True, **request.engine_fields}
         return protocol.BuiltRequest("/generate", orjson.dumps(body), read_generate)
-
-    def list_request_fields(self, request: protocol.LoadRequest) -> protocol.Body:
-        return {**request.extensions, "return_spec_tokens_details": True}  # ignored up to 0.5.17
 
     async def begin_load(self, http: HttpSession, url: str) -> None:
         """Flush the cache, so that no prompt finds its beginning there and its own averages are of this load."""

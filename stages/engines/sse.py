@@ -1,9 +1,7 @@
 """Parser of one answer streamed as server-sent events: when tokens came, how many, and how the answer ended.
 
-The messages of OpenAI's `/v1/completions` and `/v1/chat/completions` are read here, those of an engine's own protocol in its
-module. Servers are asked to send the number of tokens so far with every chunk (`meta_info`,
-`continuous_usage_stats`), since under speculation a chunk holds several; else the ids of a chunk are counted. Without either the
-times of pieces of text are known, not how many tokens they hold.
+An engine's module reads its messages. Servers are asked to send the number of tokens so far with every chunk, since under
+speculation a chunk holds several.
 """
 
 from collections.abc import Callable
@@ -22,8 +20,7 @@ class AnswerStream:
     """Parser of the answer to one request, into its record. Call `feed` with each piece of data, then `end`."""
 
     def __init__(self, record: RequestRecord, read: ReadMessage) -> None:
-        self.record, self.has_usage = record, False
-        self._read_message = read
+        self.record, self._read_message = record, read
         self._rest, self._event_began = b"", 0.0
 
     def feed(self, data: bytes, now: float) -> None:
@@ -44,8 +41,6 @@ class AnswerStream:
             raise http_session.ExchangeFailedError("aborted", f"finish_reason {r.finish_reason!r}")
         if not r.events:
             raise http_session.ExchangeFailedError("empty", "an answer without a token")
-        r.is_counted = self.has_usage or r.has_token_counts
-        r.has_token_counts = r.is_counted and sum(tokens for _, tokens in r.events) == r.output_tokens
 
     def _read_line(self, line: bytes, now: float) -> None:
         if not line.startswith(b"data:"):  # between messages, or a comment that keeps the connection alive
@@ -82,29 +77,3 @@ class AnswerStream:
         else:
             self._event_began = now
             events.append((now, new_tokens))
-
-
-def read_openai(stream: AnswerStream, message: dict[str, Any], now: float) -> None:
-    """Read a message of `/v1/completions` or `/v1/chat/completions`."""
-    r, usage, piece = stream.record, message.get("usage"), ""
-    ids: list[int] = []
-    for choice in message.get("choices") or ():
-        delta = choice.get("delta") or choice
-        text = delta.get("content") or delta.get("text") or ""
-        piece = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
-        r.text += text
-        ids += choice.get("token_ids") or []
-        r.finish_reason = choice.get("finish_reason") or r.finish_reason
-    r.ids += ids
-    if usage:
-        r.input_tokens, stream.has_usage = usage["prompt_tokens"], True
-        if r.has_token_counts:
-            stream.record_tokens(usage["completion_tokens"], now)
-        r.output_tokens = usage["completion_tokens"]
-    elif ids:
-        stream.record_tokens(r.output_tokens + len(ids), now)
-    elif piece:
-        r.has_token_counts = False
-        stream.record_tokens(r.output_tokens + 1, now)
-    r.engine_meta |= (message.get("sglext") or {}).get("spec_tokens_details") or {}
-    r.engine_meta |= (message.get("metrics") or {}).get("speculative_decoding") or {}  # vLLM, with the usage

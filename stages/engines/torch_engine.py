@@ -10,11 +10,10 @@ With several GPUs each process has a share of the prompts and of the slots; the 
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import polars as pl
 import torch
@@ -174,12 +173,11 @@ class TorchCell(CellEngine, Subject):
     def _starts_idle(self) -> bool:
         cycles = 0
         for turn in self.context.list_first_turns(self.context.prompts):
-            started = self._start_decoding(SPECULATIVE, turn, self.longest_answer, 0)
-            with closing(cast(Generator[DecodeStep, None, None], started)) as steps:
-                next(steps)  # prefill
-                for cycles, step in enumerate(steps, start=cycles + 1):  # noqa: B020
-                    if step.num_accepted or cycles == MIN_JUDGED_CYCLES:
-                        return not step.num_accepted
+            steps = self._start_decoding(SPECULATIVE, turn, self.longest_answer, 0)
+            next(steps)  # prefill
+            for cycles, step in enumerate(steps, start=cycles + 1):  # noqa: B020
+                if step.num_accepted or cycles == MIN_JUDGED_CYCLES:
+                    return not step.num_accepted
         return False
 
     def run_turn(self, turns: list[QuestionTurn], load: Load, repeat: int) -> dict[str, LoadResult]:
@@ -305,7 +303,7 @@ class TorchCell(CellEngine, Subject):
         record.finish_reason = "stop" if record.ids[-1] in self.engine.end_tokens else "length"
         if kind == SPECULATIVE:
             histogram = [accepted[1:].count(length) for length in range(self.tree.num_steps + 1)]
-            record.counts = AcceptanceCounts(len(accepted) - 1, sum(accepted), True, histogram)
+            record.counts = AcceptanceCounts(len(accepted) - 1, sum(accepted), histogram)
 
     # Load by load
 

@@ -11,7 +11,6 @@ class TransformersServe(ServingEngine):
     serve_words = ("-m", "transformers.cli.transformers", "serve")
     own_paths = frozenset({"/load_model", "/v1/chat/completions"})  # it lists its cache, not what it serves
     install_hint = "pip install -c constraints.txt -e '.[serve]'"
-    takes_token_ids = False
     # It seeds torch when a request comes in, and generates in one thread: two at a time would share a seed, and be no faster.
     most_at_once = 1
 

@@ -7,10 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from stages.cells.request_record import AcceptanceCounts
 from stages.engines import protocol
 from stages.engines.http_session import HttpSession
-from stages.engines.versions import Change, parse_release
+from stages.engines.sse import AnswerStream
 from stages.params.tree_shape import NamedShape
 
 OLDEST = (0, 30)
@@ -33,7 +35,7 @@ class VLLM(protocol.ServingEngine):
     variables = "VLLM_"
     counting_flags = ("--per-request-spec-decode-metrics", "summary")  # which a server without a draft refuses
     accept_length = "mean_acceptance_length"
-    drafts = {"DFlash2DraftModel": Change("0.33", "DFlash2DraftModel")}  # noqa: RUF012 - before, the server does not start
+    drafts = {"DFlash2DraftModel": protocol.Change("0.33", "DFlash2DraftModel")}  # noqa: RUF012 - before, the server does not start
 
     def list_start_flags(self, device: str) -> dict[str, Any]:
         return {"--generation-config": "vllm"}
@@ -62,7 +64,7 @@ class VLLM(protocol.ServingEngine):
 
     def check_version(self, version: str | None) -> None:
         """Raise ValueError for one that does not report the accepted drafts of each request."""
-        if () < parse_release(version or "") < OLDEST:
+        if () < protocol.parse_release(version or "") < OLDEST:
             raise ValueError(f"vLLM {version} does not count accepted drafts by request, expected 0.30 or later; install that "
                              "(make serving-env), or name another server in benchmark_served.servers.vllm")  # fmt: skip
 
@@ -95,8 +97,14 @@ class VLLM(protocol.ServingEngine):
         found = {name: re.search(pattern, log) for name, pattern in LOG_FACTS.items()}
         return {name: match[1] for name, match in found.items() if match}
 
-    def list_request_fields(self, request: protocol.LoadRequest) -> protocol.Body:
-        return {**request.extensions, "return_token_ids": True}
+    def build_request(self, request: protocol.LoadRequest, model: str) -> protocol.BuiltRequest:
+        body = {
+            "model": model, "prompt": request.prompt, "max_tokens": request.max_tokens,
+            "temperature": request.temperature, "top_p": request.top_p, **request.extensions,
+            "return_token_ids": True, "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True}, **request.engine_fields,
+        }  # fmt: skip
+        return protocol.BuiltRequest("/v1/completions", orjson.dumps(body), read_completion)
 
     def count_request(
         self, figures: protocol.Info, output_tokens: int, num_steps: int | None
@@ -119,3 +127,14 @@ class VLLM(protocol.ServingEngine):
         """tool_choice "none" leaves a call as text, as wanted here; for SGLang it removes the tools from the prompt."""
         as_text = {"tool_choice": "none"} if options.has_tools else {}
         return {**protocol.PLAIN_SAMPLING, **as_text, "return_token_ids": True}
+
+
+def read_completion(stream: AnswerStream, message: dict[str, Any], now: float) -> None:
+    """Read a message of `/v1/completions`; the last one, without choices, has the figures of the request."""
+    r, usage = stream.record, message["usage"]
+    for choice in message["choices"]:
+        r.text, r.ids = r.text + choice["text"], r.ids + (choice.get("token_ids") or [])
+        r.finish_reason = choice.get("finish_reason") or r.finish_reason
+    r.input_tokens = usage["prompt_tokens"]
+    stream.record_tokens(usage["completion_tokens"], now)
+    r.engine_meta |= (message.get("metrics") or {}).get("speculative_decoding") or {}

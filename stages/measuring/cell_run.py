@@ -2,22 +2,11 @@
 
 import time
 from collections.abc import Mapping
-from functools import partial
 from itertools import zip_longest
+from typing import Any
 
-from stages.cells import cell, interval, metrics, points
-from stages.cells.cell import (
-    PLAIN,
-    RAN,
-    SPECULATIVE,
-    UNSUPPORTED,
-    Cell,
-    LoadPoint,
-    NotMeasuredError,
-    PooledSpeedup,
-    StoppingRecord,
-)
-from stages.cells.request_record import RequestRecord
+from stages.cells import cell, interval, points
+from stages.cells.cell import PLAIN, RAN, SPECULATIVE, UNSUPPORTED, Cell, LoadPoint, NotMeasuredError, StoppingRecord
 from stages.engines.cell_engine import CellContext, CellEngine, RepeatResults, Subject, build_context
 from stages.grading import grade
 from stages.measuring import repeats
@@ -77,7 +66,7 @@ def _build_engine(context: CellContext) -> CellEngine:
         from stages.engines.torch_engine import TorchCell  # the engine's kernels, which no server needs
 
         return TorchCell(context)
-    from stages.measuring.served_cell import ServedCell
+    from stages.measuring.measured_server import ServedCell
 
     return ServedCell(context)
 
@@ -99,43 +88,30 @@ def _build_points(measured: CellEngine, kind: str, ended: Mapping[Load, Stopping
     ]
 
 
-def build_point(
-    subject: Subject,
-    kind: str,
-    load: Load,
-    of_load: RepeatResults,
-    in_turns: PooledSpeedup | None = None,
-    process_share: float | None = None,
-    stopping: StoppingRecord | None = None,
-) -> LoadPoint:
-    """Return the point of a subject's load, from the results of some repeats."""
-    context = subject.context
+def build_point(subject: Subject, kind: str, load: Load, of_load: RepeatResults, **more: Any) -> LoadPoint:
+    """Return the point of a subject's load, from the results of some repeats; `more` are fields that these don't tell."""
+    context, references = subject.context, subject.context.references
     results = [result for turns in of_load for result in turns]
     answers, acceptance = [record for result in results for record in result.records], None
     counted = [(record, record.counts) for record in answers if record.counts]
     if kind == SPECULATIVE and context.tree and counted:
-        acceptance = metrics.pool_acceptance(
+        acceptance = points.pool_acceptance(
             [counts for _, counts in counted],
             [interval.get_cluster(context.workload.prompts, record.question_id) for record, _ in counted],
             context.tree.num_steps,
             context.tree.num_draft_tokens,
         ).model_copy(update={"engine": subject.list_figures(results)})
+    if references:
+        more["grade_answer"] = lambda r: grade.grade_answer(references[r.question_id], context.decode_text(r))
+        more["grading"] = grade.describe_grading(next(iter(references.values())))
     return points.build_point(
         load,
         context.workload.request_rate,
         repeats.list_records(of_load),
         acceptance,
         subject.list_warnings(load, results),
-        partial(_grade_answer, context) if context.references else None,
-        grade.describe_grading(next(iter(context.references.values()))) if context.references else "",
-        in_turns=in_turns,
-        process_share=process_share,
-        stopping=stopping,
+        **more,
     )
-
-
-def _grade_answer(context: CellContext, answer: RequestRecord) -> bool:
-    return grade.grade_answer(context.references[answer.question_id], context.decode_text(answer))
 
 
 def _summarise(record: Cell) -> str:
@@ -153,6 +129,6 @@ def _summarise_point(point: LoadPoint | None, plain: LoadPoint | None, is_greedy
         identical = "" if share is None else f"identical {share:.0%} of "
         return f"{', '.join(told)}, speedup {point.in_turns.speedup:.2f}, {identical}{len(point.requests)} answers"
     for one, word in ((point, ""), (plain, "plain ")):
-        told += [f"{word}{points.format_throughput(one.mean_throughput)}"] if one else []
+        told += [f"{word}{one.mean_throughput:.1f} output tokens/s"] if one else []
     some = point or plain
     return f"{some.load if some else ''}: {', '.join(told)}"

@@ -14,6 +14,7 @@ from typing import Any
 from stages.cells.request_record import RequestRecord
 from stages.draft import checkpoint
 from stages.engines import registry, server
+from stages.engines.http_session import HttpSession
 from stages.engines.protocol import LoadRequest, ServedDraft, ServerSetup, describe_draft, format_flags
 from stages.measuring import load_generator, server_setup
 from stages.measuring.load_generator import Arrivals
@@ -106,17 +107,8 @@ def _ask_server(params: schema.Params, setup: ServerSetup, flags: list[str]) -> 
     slots = ENGINE.list_slot_flags(setup, setup.folder, 1, REQUEST_TOKENS, t.num_threads)
     line = [*ENGINE.build_setup_command(setup, port, []), *format_flags(slots), *flags]
     with server.ServerProcess(ENGINE.name, line, port, LOG, TIMEOUT_S, section="aerie export") as own:
-        load = load_generator.run_load(
-            url=own.base_url,
-            model=setup.folder,
-            requests=[request],
-            arrivals=Arrivals(rate=math.inf, concurrency=1, seed=0),
-            request_timeout_s=TIMEOUT_S,
-            warmup=[],
-            section="aerie export",
-            engine=ENGINE,
-            num_steps=STEPS,
-        )
+        session, one_at_once = HttpSession(setup.folder, TIMEOUT_S, "aerie export"), Arrivals(math.inf, 1, 0)
+        load = load_generator.run_load(session, own.base_url, ENGINE, [request], one_at_once, [], STEPS)
         return asyncio.run(load).records[0]
 
 

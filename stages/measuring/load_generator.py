@@ -12,9 +12,8 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -45,31 +44,27 @@ class Arrivals:
 
 
 async def run_load(
+    session: http_session.HttpSession,
     url: str,
-    model: str,
+    engine: ServingEngine,
     requests: list[LoadRequest],
     arrivals: Arrivals,
-    request_timeout_s: float,
     warmup: list[LoadRequest],
-    section: str,
-    engine: ServingEngine,
     num_steps: int | None = None,
-    key: str | None = None,
     check: Callable[[], None] = lambda: None,
     on_request_end: Callable[[], object] = lambda: None,
 ) -> LoadResult:
     """Send `warmup`, which is not counted, then all `requests` (one or more) to the server at `url` (without /v1).
 
     Args:
-        request_timeout_s: from sending a request to its last byte.
-        section: of params.yaml, for messages.
+        session: not yet entered; its timeout is from sending a request to its last byte.
         num_steps: of the draft; None without one.
         check: called after a failed connection; may raise ValueError.
 
     Raises:
         ValueError: if the server refuses the key, or fails the whole warm-up.
     """
-    async with http_session.HttpSession(model, request_timeout_s, section, key) as http:
+    async with session as http:
         warmed = await LoadGenerator(http, url, engine, check).send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
         failed = [r for r in warmed if r.failure_reason]
         if failed and len(failed) == len(warmed):
@@ -103,15 +98,16 @@ class LoadGenerator:
         # Bodies are built before the clock runs.
         ready = [(request, self.engine.build_request(request, self.http.model)) for request in requests]
         gate = asyncio.Semaphore(arrivals.concurrency) if arrivals.concurrency else contextlib.nullcontext()
-        with _suspend_garbage_collection():
-            due = time.perf_counter() + arrivals.sample_due_s(len(requests))
-            with http_session.raise_first_error():
-                async with asyncio.TaskGroup() as group:
-                    tasks = []
-                    for (request, built), due_s in zip(ready, due.tolist(), strict=True):
-                        if (wait_s := due_s - time.perf_counter()) > 0:
-                            await asyncio.sleep(wait_s)
-                        tasks.append(group.create_task(self._send_in_turn(gate, request, built, due_s)))
+        gc.collect()
+        gc.freeze()  # a full collection of a stage's objects, while the clock runs, takes longer than a token
+        due = time.perf_counter() + arrivals.sample_due_s(len(requests))
+        with http_session.raise_first_error():
+            async with asyncio.TaskGroup() as group:
+                tasks = []
+                for (request, built), due_s in zip(ready, due.tolist(), strict=True):
+                    if (wait_s := due_s - time.perf_counter()) > 0:
+                        await asyncio.sleep(wait_s)
+                    tasks.append(group.create_task(self._send_in_turn(gate, request, built, due_s)))
         return [task.result() for task in tasks]
 
     async def _send_in_turn(self, gate: Any, request: LoadRequest, built: BuiltRequest, due: float) -> RequestRecord:
@@ -136,31 +132,9 @@ class LoadGenerator:
         record.ended = time.perf_counter()
         if record.failure_reason == "connection":
             self.check()
-        elif not record.failure_reason and record.is_counted:
+        elif not record.failure_reason:
             try:
                 record.counts = self.engine.count_request(record.engine_meta, record.output_tokens, self.num_steps)
             except ValueError as error:
                 self.counting_errors.append(f"{record.id}: {error}")
         return record
-
-
-@contextlib.contextmanager
-def _suspend_garbage_collection() -> Iterator[None]:
-    """Suspend it, since a full collection of a stage's objects takes longer than a token.
-
-    Objects that were frozen before stay so, as those of a fork (telemetry/fork_server.py): each later load would collect them.
-    """
-    stay_frozen = _has_frozen_objects()
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not stay_frozen:
-            gc.unfreeze()
-
-
-@cache
-def _has_frozen_objects() -> bool:
-    """Return whether objects were frozen before the first load; asked once, since counting a million takes 40 ms."""
-    return gc.get_freeze_count() > 0

@@ -1,4 +1,8 @@
-"""A server configuration under measurement: opened for its loads, and checked to be the one meant."""
+"""A cell of a serving engine, and its servers: opened for their loads, and checked to be the ones meant.
+
+A stage starts servers and stops them, or uses running ones (`base_urls`). A workload that is a sweep has a point for each answer
+length and concurrency, all measured on one server.
+"""
 
 import asyncio
 import contextlib
@@ -13,14 +17,17 @@ from typing import Any
 from tqdm import tqdm
 
 from stages.cells import cell
-from stages.cells.cell import PLAIN, SPECULATIVE, Memory
+from stages.cells.cell import PLAIN, SKIPPED, SPECULATIVE, CellSetting, Memory, NotMeasuredError, ServerDescription
+from stages.cells.points import MIN_JUDGED_CYCLES
+from stages.cells.record import name_draft_sampling
 from stages.draft import checkpoint
 from stages.engines import gpu_memory, http_session, registry, server
-from stages.engines.cell_engine import CellContext, LoadResult, QuestionTurn, ResultsByKind, Subject
+from stages.engines.cell_engine import CellContext, CellEngine, LoadResult, QuestionTurn, ResultsByKind, Subject
 from stages.engines.protocol import ServedDraft, ServerSetup, describe_draft, format_flags
 from stages.engines.server import ServerGroup
-from stages.measuring import load_checks, load_generator, measurement_lock
+from stages.measuring import load_generator, measurement_lock, server_setup
 from stages.measuring.load_generator import Arrivals
+from stages.measuring.repeats import sum_counts
 from stages.measuring.server_setup import ServedWorkload
 from stages.params import server_urls
 from stages.params.tree_shape import Load, TreeShape
@@ -121,15 +128,12 @@ class MeasuredServer(Subject):
         load_name = f"{self.name}, {load}"
         with tqdm(total=len(requests), desc=load_name, unit="request", mininterval=2) as bar:
             sent = load_generator.run_load(
-                url=self.url,
-                model=self.work.served_model,
-                requests=requests,
-                arrivals=Arrivals(workload.requests_per_second, load.concurrency, workload.seed + repeat),
-                request_timeout_s=workload.deadline_s,
+                self.work.make_session(),
+                self.url,
+                self.work.engine,
+                requests,
+                Arrivals(workload.requests_per_second, load.concurrency, workload.seed + repeat),
                 warmup=uncounted,
-                section=self.work.section,
-                key=self.work.api_key,
-                engine=self.work.engine,
                 num_steps=self.draft.shape.num_steps if self.draft else None,
                 check=self.check,
                 on_request_end=bar.update,
@@ -141,20 +145,60 @@ class MeasuredServer(Subject):
                 f"{load_name}: all {len(failed)} requests failed, the first: {failed[0].failure_reason}, "
                 f"{failed[0].failure_message}"
             )
-        load_checks.check_drafts_accepted(self.name, self.draft, result, self.info)
+        if self.draft:
+            self._check_accepted(self.draft, result)
         return {self.kind: result}
 
+    def _check_accepted(self, draft: ServedDraft, load: LoadResult) -> None:
+        """Raise NotMeasuredError for a draft of which no token is accepted, ValueError where the settings are why."""
+        cycles, accepted = sum_counts([load])
+        if cycles >= MIN_JUDGED_CYCLES and accepted == 0 and draft.family.segment:
+            found = f"{self.name}: no draft was accepted in {cycles} cycles, so tau is 1.00"
+            if draft.algorithm == "EAGLE":
+                raise ValueError(
+                    f"{found}: benchmark_served.servers.*.algorithm is EAGLE, which leaves out the fusion; set EAGLE3"
+                )
+            raise NotMeasuredError(
+                SKIPPED,
+                f"{found}; where results/replay has more, the draft is another target's, or the engine passes over its "
+                "tensors or the target's head",
+            )
+        if (
+            not cycles
+            and not load.counting_errors
+            and sum(r.output_tokens for r in load.records) > 2 * len(load.records)
+        ):
+            raise ValueError(
+                f"{self.name}: the engine reports no accepted drafts (speculative_algorithm: "
+                f"{self.info.get('speculative_algorithm', 'unknown')}); start it with this cell's flags, vLLM with "
+                "--per-request-spec-decode-metrics summary"
+            )
+
     def list_warnings(self, load: Load, results: list[LoadResult]) -> list[str]:
-        """Return the warnings of a load: too little warm-up, a KV cache that is too small, requests that failed."""
-        found = load_checks.list_warnings(
-            results,
-            self.context.prompts["prompt_ids"].list.len().to_list(),
-            load.concurrency,
-            load.max_new_tokens + self.num_draft_tokens,
-            self.memory.kv_tokens,
-            self.context.workload.warmup,
-        )
-        return [*found, self.notice] if self.notice else found
+        """Return the warnings of a load: requests that failed, a KV cache that is too small, too little warm-up."""
+        warnings, cache_tokens, warmup = [], self.memory.kv_tokens, self.context.workload.warmup
+        if failed := [r for result in results for r in result.records if r.failure_reason]:
+            warnings.append(
+                f"{len(failed)} requests failed and are in no latency, the first: {failed[0].failure_reason}, "
+                f"{failed[0].failure_message}"
+            )
+        if errors := [error for result in results for error in result.counting_errors]:
+            warnings.append(
+                f"{len(errors)} requests' accepted drafts can't be counted and are in no tau, the first: {errors[0]}"
+            )
+        lengths = sorted(self.context.prompts["prompt_ids"].list.len().to_list(), reverse=True)[: load.concurrency]
+        required = sum(lengths) + len(lengths) * (load.max_new_tokens + self.num_draft_tokens)
+        if cache_tokens is not None and required > cache_tokens:
+            warnings.append(
+                f"the KV cache holds {cache_tokens} tokens, {required} would be needed for {len(lengths)} of the longest at "
+                "once: some may have waited in the engine, or been put back"
+            )
+        if load.concurrency is not None and warmup < len(lengths):
+            warnings.append(
+                f"{warmup} requests warmed the server up, fewer than the {len(lengths)} at once: engines compile kernels for "
+                f"a batch of new size, so the first repeat may be slower; expected warmup: {len(lengths)} or more"
+            )
+        return [*warnings, self.notice] if self.notice else warnings
 
     def list_figures(self, results: list[LoadResult]) -> dict[str, Any]:
         figures: dict[str, Any] = {}
@@ -175,6 +219,61 @@ def configure_server(work: ServedWorkload, checkpoint_name: str | None, tree: Tr
     draft = describe_draft(folder, work.draft_config, tree, work.settings.algorithm)
     flags = work.engine.build_speculation_flags(draft, work.draft_config)
     return MeasuredServer(work, cell.name_configuration(checkpoint_name, tree.name), draft, flags)
+
+
+class ServedCell(CellEngine):
+    """A cell of a serving engine: the server of a draft and a tree, or two, with the draft and without, in turns."""
+
+    def __init__(self, context: CellContext) -> None:
+        self.context, name = context, context.checkpoint
+        config = server_setup.read_draft_config(context.params, name) if name else {}
+        self.work = ServedWorkload(context, config)
+        self.measured = configure_server(self.work, name, context.tree)
+        self.servers = [self.measured]
+        if name and context.params.benchmark_served.interleave:
+            self.servers.insert(0, configure_server(self.work, None, None))
+        self.gpus_before = gpu_memory.list_visible_gpus()
+        self.fits_together = len(self.servers) <= self.work.count_servers_at_once()
+
+    @property
+    def subjects(self) -> list[Subject]:
+        return [*self.servers]
+
+    def list_gpus(self) -> list[int]:
+        is_local = not self.measured.is_running and self.work.setup.device != "cpu"
+        return list(range(self.work.settings.tp)) if is_local else []
+
+    def explain_unsupported(self) -> str | None:
+        if reason := self.measured.explain_unsupported():
+            return reason
+        self.work.check_positions(self.measured.num_draft_tokens)
+        return None
+
+    def open(self, subjects: list[Subject]) -> contextlib.AbstractContextManager[None]:
+        opened, tree = [each for each in self.servers if each in subjects], self.context.tree
+        name = cell.name_cell(self.context.workload_name, self.context.checkpoint, tree.name if tree else None)
+        return open_servers(self.work, opened, name)
+
+    def describe(self) -> CellSetting:
+        hardware = self.work.describe_hardware(self.measured.name, self.gpus_before)
+        version, memory = self.measured.info.get("version"), self.measured.memory
+        gpu_total = round(sum(gpu.total for gpu in self.gpus_before), 2) if self.gpus_before else None
+        return CellSetting(
+            hardware=hardware,
+            versions={self.context.engine: version} if version else {},
+            fingerprint=self.work.build_fingerprint(version, hardware),
+            draft_sampling=name_draft_sampling(self.measured.samples_drafts),
+            server=ServerDescription(
+                command=[_shorten_path(word) for word in self.measured.command],
+                info={key: _shorten_path(value) for key, value in self.measured.info.items()},
+            ),
+            memory=memory.model_copy(update={"draft": self.measured.measure_draft_gib(), "gpu_total": gpu_total}),
+        )
+
+
+def _shorten_path(word: Any) -> Any:
+    """Return the last two names of an absolute path, since a cell may be published; other values unchanged."""
+    return "/".join(word.split("/")[-2:]) if isinstance(word, str) and word.startswith("/") else word
 
 
 # Opening
@@ -300,8 +399,8 @@ def _prepare_process(measured: MeasuredServer, setup: ServerSetup, log: Path) ->
 
 async def _identify_server(measured: MeasuredServer) -> None:
     """Read what the server reports of itself. Raises ValueError if it is not the one meant."""
-    work, url, timeout_s = measured.work, measured.url, measured.context.workload.deadline_s
-    async with http_session.HttpSession(work.served_model, timeout_s, work.section, work.api_key) as http:
+    work, url = measured.work, measured.url
+    async with work.make_session() as http:
         try:
             engine = await registry.identify_engine(http, url)
             measured.info = await engine.fetch_info(http, url)

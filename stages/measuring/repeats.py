@@ -1,15 +1,21 @@
-"""The loop of every measurement: repeats, turns of conversations, servers and kinds of decoding in turns, and when it ends."""
+"""The loop of every measurement: repeats, turns of conversations, servers and kinds of decoding in turns, and when it ends.
+
+What ends it: docs/workloads.md, "until".
+"""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
-from stages.cells import metrics, points, request_record, stopping
-from stages.cells.cell import PLAIN, SPECULATIVE, PooledSpeedup, StoppingRecord
+from stages.cells import points, request_record
+from stages.cells.cell import PLAIN, SPECULATIVE, Speedup, StoppingRecord
 from stages.cells.points import RepeatRecords
-from stages.cells.stopping import FEWEST_COMPARED_REPEATS, RepeatRule
 from stages.engines.cell_engine import CellEngine, LoadResult, RepeatResults, ResultsByKind, Subject
 from stages.params.tree_shape import Load
+
+# An interval over two repeats is 12.7 standard errors to either side; of prompts that are decoded both ways it is over prompts.
+FEWEST_COMPARED_REPEATS = 3
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Subject)
@@ -28,18 +34,32 @@ def measure_repeats(cell: CellEngine) -> dict[Load, StoppingRecord]:
                 _measure_repeat(cell, loads, repeat)
                 repeat += 1
                 half_width, seconds = _measure_widest_half(cell, loads), _sum_seconds(cell, loads)
-                found = _find_rule(cell).judge(repeat, half_width, seconds, prints=cell.is_first)
+                found = judge_repeats(cell, repeat, half_width, seconds)
             ended |= dict.fromkeys(loads, found)
     return ended
 
 
-def _find_rule(cell: CellEngine) -> RepeatRule:
-    """Return when the cell's repeats end: those of plain or speculative decoding alone are a fixed number."""
+def judge_repeats(cell: CellEngine, repeats: int, half_width: float | None, seconds: float) -> StoppingRecord | None:
+    """Return why a measurement ends after so many repeats and seconds; None while it goes on.
+
+    `half_width` is half of the speedup's interval as a share of it, None without an interval; a line says how far it is. Cells
+    of plain or of speculative decoding alone have a fixed number of repeats.
+    """
     workload = cell.context.workload
-    fewest = 1 if cell.in_turns else FEWEST_COMPARED_REPEATS
-    if workload.until is None or len(join_results(cell)) < 2:
-        return RepeatRule(fewest, workload.repeats, None)
-    return RepeatRule(fewest, workload.repeats, workload.until.half_width, workload.until.most_seconds)
+    ended = partial(StoppingRecord, repeats=repeats, half_width=half_width)
+    until = workload.until if len(join_results(cell)) == 2 else None
+    if until and workload.repeats > 1 and cell.is_first:
+        known = "no interval yet" if half_width is None else f"speedup known to ±{half_width:.1%}"
+        wanted = f"wanted ±{until.half_width:.1%}; {seconds:.0f} s of {until.most_seconds:g}"
+        print(f"repeat {repeats} of at most {workload.repeats}: {known}, {wanted}", flush=True)
+    if repeats >= workload.repeats:
+        return ended(rule="repeats")
+    if until and repeats >= (1 if cell.in_turns else FEWEST_COMPARED_REPEATS):
+        if half_width is not None and half_width <= until.half_width:
+            return ended(rule="half_width")
+        if seconds >= until.most_seconds:
+            return ended(rule="most_seconds")
+    return None
 
 
 def _sum_seconds(cell: CellEngine, loads: list[Load]) -> float:
@@ -109,7 +129,7 @@ def _describe_turns(turns: list[LoadResult], simulates: bool) -> str:
     cycles, accepted = sum_counts(turns)
     tau = "acceptance simulated, " if simulates else f"tau {1 + accepted / cycles:.3f}, " if cycles else ""
     answered = f"{summary.completed} of {summary.requests} answered"
-    return f"{tau}{points.format_throughput(summary.output_throughput)}, {answered}, {summary.duration_s:.1f} s"
+    return f"{tau}{summary.output_throughput:.1f} output tokens/s, {answered}, {summary.duration_s:.1f} s"
 
 
 def sum_counts(results: list[LoadResult]) -> tuple[int, int]:
@@ -126,26 +146,28 @@ def join_results(cell: CellEngine) -> ResultsByKind:
     return {kind: loads for subject in cell.subjects for kind, loads in subject.results.items()}
 
 
-def pool_speedup(cell: CellEngine, load: Load) -> PooledSpeedup:
+def pool_speedup(cell: CellEngine, load: Load) -> Speedup:
     """Return the speedup of answers that were decoded both ways in turns."""
     results = join_results(cell)
     answers, plain = (
         [[record for result in turns for record in result.records] for turns in results[kind][load]]
         for kind in (SPECULATIVE, PLAIN)
     )
-    return metrics.pool_speedup(answers, plain, cell.context.workload.prompts)
+    return points.pool_speedup(answers, plain, cell.context.workload.prompts)
 
 
 def _measure_widest_half(cell: CellEngine, loads: list[Load]) -> float | None:
     """Return the widest of the loads' speedup intervals, as half of it and a share; None where a load has none."""
-    results, halves = join_results(cell), []
+    results = join_results(cell)
     if len(results) < 2:
         return None
+    halves = []
     for load in loads:
         if cell.in_turns:
-            halves.append(stopping.measure_pooled_half_width(pool_speedup(cell, load)))
+            found: Speedup | None = pool_speedup(cell, load)
         else:
-            speeds = (points.list_throughputs(list_records(results[kind][load])) for kind in (SPECULATIVE, PLAIN))
-            halves.append(stopping.measure_loads_half_width(*speeds))
+            both = (points.summarise_repeats(list_records(results[kind][load])) for kind in (SPECULATIVE, PLAIN))
+            found = points.average_speedup(*both)
+        halves.append(found.half_width if found else None)
     known = [half for half in halves if half is not None]
     return max(known) if len(known) == len(halves) else None

@@ -60,6 +60,10 @@ class ServedWorkload:
     def api_key(self) -> str | None:
         return http_session.read_api_key(self.settings.api_key_env, self.section)
 
+    def make_session(self) -> http_session.HttpSession:
+        deadline_s = self.context.workload.deadline_s
+        return http_session.HttpSession(self.served_model, deadline_s, self.section, self.api_key)
+
     @cached_property
     def image_processor(self) -> vision.CachedImageProcessor | None:
         """Return the processor of the prompts' pictures; None where they have none."""

@@ -68,7 +68,7 @@ class EngineFacts:
 
 
 # By which cells of all engines that serve are measured, and cycles timed.
-SERVED_CELLS = tuple(f"stages/measuring/{name}.py" for name in ("served_cell", "measured_server", "server_setup"))
+SERVED_CELLS = tuple(f"stages/measuring/{name}.py" for name in ("measured_server", "server_setup"))
 TORCH = EngineFacts(
     "torch", "the torch engine", serves_drafts=False, is_in_process=True,
     modules=("stages/engines/torch_engine.py", "stages/engines/torch_cycles.py"),

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from stages.cells import prediction, prediction_check, table
-from stages.cells.prediction import DescribeLaunch, LaunchAdvice, PredictedSpeedup, SpeedupConditions
+from stages.cells.prediction import DescribeLaunch, LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
 from stages.cells.prediction_check import ComparedPrediction
 from stages.cells.record import DraftSampling, limit_draft_sampling
 from stages.cells.replay_records import ReplayedTree, select_temperature
@@ -103,12 +103,9 @@ def _explain_left_out(
     if not replayed:
         drafts = " with sampled drafts" if limit_draft_sampling(draft_sampling, temperature) == "sampled" else ""
         return [f"{name}: {checkpoint} was not replayed at temperature {temperature:g}{drafts}, so it has no tau there"]
-    bounds = prediction.get_grid_bounds(cost)
-    inside = [
-        any(prediction.is_inside_grid(bounds, tree.shape, step.batch) for step in cost.plain) for tree in replayed
-    ]
+    inside = [any(cost.covers(tree.shape, step.batch) for step in cost.plain) for tree in replayed]
     if outside := inside.count(False):
-        axes = [f"{axis} {low}" + (f" to {high}" if high > low else "") for axis, (low, high) in bounds.items()]
+        axes = [f"{axis} {low}" + (f" to {high}" if high > low else "") for axis, (low, high) in cost.bounds.items()]
         return [
             f"{name}: {outside} of {len(replayed)} trees of {checkpoint} lie outside what was timed ({', '.join(axes)})"
         ]
@@ -156,7 +153,7 @@ def format_launch_table(launch: list[LaunchAdvice]) -> list[str]:
 
 def format_advice(row: LaunchAdvice) -> str:
     """Return whether to speculate; an interval is needed to tell, and one that says something."""
-    return "yes" if row.enable else "can't tell" if row.is_undecided else "no"
+    return "yes" if row.enable else "no" if can_tell(row.low, row.high) else "can't tell"
 
 
 # The page

@@ -4,7 +4,7 @@ import base64
 import difflib
 import hashlib
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from stages.params.tree_shape import Load
 from stages.params.units import format_duration
 from stages.reporting import costs, families, latencies, overview, plots, provenance, served, tables, trees
 from stages.reporting.inputs import ReportInputs, ReportSettings
-from stages.reporting.served_sweeps import holds_one
+from stages.reporting.served import holds_one
 from stages.reporting.summary import ResultSummary, choose_shown_checkpoint, get_badge
 from stages.reporting.text import format_gib, format_interval, format_number, format_tree, mark_times
 from stages.reporting.verdict import MAX_WARNINGS
@@ -151,10 +151,9 @@ def _build_replays(
 # Measured cells
 
 
-def _list_headings(in_turns: bool, hidden: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return the heads of a table of cells but for the `hidden` fields."""
-    shown = ResultRow.list_view(in_turns, on_page=True).items()
-    return [column.heading for name, column in shown if column.heading and name not in hidden]
+def _list_headings(in_turns: bool) -> list[tuple[str, str]]:
+    """Return the heads of a table of cells."""
+    return [column.heading for column in ResultRow.list_view(in_turns, on_page=True).values() if column.heading]
 
 
 def _select_histograms(lines: list[TableLine]) -> list[tuple[TableLine, list[str]]]:

@@ -16,7 +16,6 @@ from stages.params.families import DraftKind
 from stages.params.tree_shape import Load
 from stages.params.units import format_bytes
 from stages.reporting.families import Families
-from stages.reporting.served_sweeps import build_sweeps
 from stages.reporting.text import (
     ONE_PROMPT,
     ONE_REPEAT,
@@ -76,7 +75,7 @@ class ResultGroup:
     @property
     def plain_columns(self) -> dict[str, str]:
         """Return the texts of the columns that plain decoding has, prompt by prompt, by field."""
-        known = {"tau": 1.0, "speedup": 1.0, "process_speedup": 1.0} | self.plain
+        known = {"tau": 1.0, "speedup": 1.0} | self.plain
         texts = {
             name: format_number(known[name], column.decimals, column.factor) + column.suffix if name in known else ""
             for name, column in ResultRow.list_view(in_turns=True, on_page=True).items()
@@ -180,9 +179,8 @@ def format_tables(
         text += [*([REPLAYED_NOTE] if not group.cells else []), ""]
     if any(row.topk == 1 for group in groups for row in group.rows):
         text[-1:] = [CHAIN_NOTE, ""]
-    rows = [line.row for line in lines]
-    for group in group_loads(rows):
-        text += [*_format_load_group(group, rows), ""]
+    for group in group_loads([line.row for line in lines]):
+        text += [*_format_load_group(group), ""]
     return text
 
 
@@ -200,7 +198,7 @@ def _list_heads(first: list[tuple[str, str]], in_turns: bool) -> list[tuple[str,
     return list(zip(*first, *headings, strict=True))
 
 
-def _format_load_group(group: ResultGroup, rows: list[ResultRow]) -> list[str]:
+def _format_load_group(group: ResultGroup) -> list[str]:
     is_torch = is_in_process(group.engine)
     text = [f"{group.title}, {'by the torch engine' if is_torch else f'served by {group.engine}'}"]
     measured = [row for row in group.rows if row.is_measured]
@@ -210,10 +208,6 @@ def _format_load_group(group: ResultGroup, rows: list[ResultRow]) -> list[str]:
         text += align_columns([*heads, *shown])
     elif measured:
         text.append(f"{len(measured)} lines: {ResultRow.TABLE}")
-    members = [row for row in rows if (row.workload, row.engine) == (group.workload, group.engine)]
-    for sweep in build_sweeps(members):
-        if sweep.checkpoint == group.checkpoint:
-            text += [f"{sweep.name}: {sentence}" for sentence in sweep.by_length or sweep.by_cap]
     for row in measured:
         failed = (row.requests or 0) - (row.completed or 0)
         remarks = row.remark, explain_tau_gap(row), failed and f"{failed} of {row.requests} requests failed"

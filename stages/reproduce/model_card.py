@@ -63,9 +63,9 @@ def _render_card(params: schema.Params, name: str, config: dict[str, Any], draft
         chain[parent] = training_records.read_training(parent, training.checkpoints[parent].from_)
         parent = training.checkpoints[parent].from_
     keys = training.model_fields_set - {"checkpoints", "report_to", "run_name", "processes"}
-    trees = replay_records.select_temperature(replay_records.read_replay(name), 0.0)
+    trees = replay_records.select_temperature(replay_records.ReplayedTree.read(name), 0.0)
     wanted = {CHAIN, *params.benchmark.trees}
-    parts = {(row.tree, row.group): row for row in replay_records.read_group_taus(name) if row.by == "source"}
+    parts = {(row.tree, row.group): row for row in replay_records.GroupTau.read(name) if row.by == "source"}
     table = ResultRow.read_table() if ResultRow.TABLE.exists() else []
     return environment.get_template("model_card.md.j2").render(
         licence=licence,

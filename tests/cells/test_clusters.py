@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stages.cells import interval, metrics
+from stages.cells import interval, points
 from stages.cells.cell import Acceptance
 from stages.cells.request_record import AcceptanceCounts
 from tests.torch_cells import answers
@@ -31,8 +31,8 @@ def test_values_are_added_up_by_cluster_in_the_order_of_first_appearance() -> No
 def pool(repeats: list[dict[str, int]], prompts: str = "gsm8k") -> Acceptance:
     """The acceptance of a point whose every answer takes ten cycles."""
     counted = [answer for accepted in repeats for answer in accepted.items()]
-    counts = [AcceptanceCounts(10, accepted, True, [10, 0, 0, 0]) for _, accepted in counted]
-    return metrics.pool_acceptance(counts, [interval.get_cluster(prompts, name) for name, _ in counted], 3, 4)
+    counts = [AcceptanceCounts(10, accepted, [10, 0, 0, 0]) for _, accepted in counted]
+    return points.pool_acceptance(counts, [interval.get_cluster(prompts, name) for name, _ in counted], 3, 4)
 
 
 def test_repeats_of_the_same_answers_do_not_narrow_the_interval_of_tau() -> None:
@@ -48,5 +48,5 @@ def test_turns_of_a_conversation_of_the_eval_split_do_not_narrow_an_interval() -
     once, often = pool([ACCEPTED], "eval"), pool([turns], "eval")
     assert (often.tau_low, often.tau_high) == pytest.approx((once.tau_low, once.tau_high))
     fast, plain = ([answers(["q0.0", "q0.1", "q0.2"], seconds, 0.1)] for seconds in (1.0, 2.0))
-    assert metrics.pool_speedup(fast, plain, "eval").speedup_low is None
-    assert metrics.pool_speedup(fast, plain, "mt_bench").speedup_low is not None
+    assert points.pool_speedup(fast, plain, "eval").speedup_low is None
+    assert points.pool_speedup(fast, plain, "mt_bench").speedup_low is not None

@@ -76,17 +76,14 @@ def test_a_trees_interval_is_the_same_to_the_bit_beside_others_and_alone() -> No
     for clusters_drawn in range(2, 40):
         cycles = draws.integers(5, 40, (clusters_drawn, 3))
         accepted = draws.integers(0, 4, (clusters_drawn, 3)) * cycles
-        alone = [interval.compute_tau_interval(accepted[:, tree], cycles[:, tree], 5) for tree in range(3)]
+        alone = [interval.compute_tau_intervals(accepted[:, [tree]], cycles[:, [tree]], [5])[0] for tree in range(3)]
         assert interval.compute_tau_intervals(accepted, cycles, [5, 5, 5]) == alone
 
 
 def test_fewer_than_two_clusters_have_no_interval() -> None:
     """Bug: one prompt had an interval of zero width."""
-    one, none = np.array([9]), np.array([0])
-    assert interval.compute_tau_interval(one, one, 5) is None and interval.compute_tau_interval(none, none, 5) is None
-    assert interval.compute_tau_interval(np.array([9, 0]), np.array([3, 0]), 5) is None, (
-        "an answer of one token is no cluster"
-    )
+    one, none, two = np.array([[9]]), np.array([[0]]), np.array([[9], [0]])  # an answer of one token is no cluster
+    assert [interval.compute_tau_intervals(x, x, [5]) for x in (one, none, two)] == [[None]] * 3
     assert interval.compute_ratio_interval([2.0], [1.0]) is None
     assert interval.compute_speedup_interval(*[np.ones((1, 5))] * 4) is None
 

@@ -22,8 +22,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_buckets_come_back_as_they_were(here: None) -> None:
     of_nodes = {**ROW, "by": "depth", "bucket": "2", "cycles": None}
     buckets = [TreeBucket(**row) for row in (ROW, of_nodes)]
-    TreeBucket.write_csv(replay_records.locate_tree_statistics("e003"), buckets)
-    assert replay_records.read_tree_statistics("e003") == buckets
+    TreeBucket.write_csv(TreeBucket.locate("e003"), buckets)
+    assert TreeBucket.read("e003") == buckets
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,11 @@ def test_buckets_come_back_as_they_were(here: None) -> None:
 )
 def test_what_is_broken_is_named(here: None, text: str | None, message: str) -> None:
     if text is not None:
-        replay_records.locate_tree_statistics("e003").parent.mkdir(parents=True)
-        replay_records.locate_tree_statistics("e003").write_text(text)
+        TreeBucket.locate("e003").parent.mkdir(parents=True)
+        TreeBucket.locate("e003").write_text(text)
     again = "run: dvc repro replay_trees@e003" if text is None else "run: dvc repro -f -s replay_trees@e003"
     with pytest.raises(ValueError, match=rf"results/replay/e003\.inside\.csv {message}.*; {again}$"):
-        replay_records.read_tree_statistics("e003")
+        TreeBucket.read("e003")
 
 
 def test_greedy_and_sampled_drafts_are_told_apart_on_disk() -> None:
@@ -54,8 +54,8 @@ def test_greedy_and_sampled_drafts_are_told_apart_on_disk() -> None:
         replayed_tree("t3_1_4", 2.0, **alike),
         replayed_tree("t3_1_4", 2.5, draft_sampling="sampled", cycles=12.625, accepted=18.9375, **alike),
     ]
-    ReplayedTree.write_csv(replay_records.locate_replay("e003"), trees)
-    found = replay_records.read_replay("e003")
+    ReplayedTree.write_csv(ReplayedTree.locate("e003"), trees)
+    found = ReplayedTree.read("e003")
     assert found == trees and [type(tree.cycles) for tree in found] == [int, int, float]
     chosen = {
         (temperature, drafts): [tree.tau for tree in replay_records.select_temperature(found, temperature, drafts)]

@@ -14,7 +14,7 @@ from stages.cells.request_record import RequestRecord
 def make_record(sent_s: float, events: list[tuple[float, int]], **changes: Any) -> RequestRecord:
     fields: dict[str, Any] = {
         "id": "a", "due": sent_s, "sent": sent_s, "ended": events[-1][0] if events else sent_s, "events": events,
-        "has_token_counts": True, "input_tokens": 10, "output_tokens": sum(n for _, n in events), "finish_reason": "length",
+        "input_tokens": 10, "output_tokens": sum(n for _, n in events), "finish_reason": "length",
         "failure_reason": None,
     }  # fmt: skip
     return RequestRecord(**fields | changes)

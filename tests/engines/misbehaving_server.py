@@ -31,7 +31,7 @@ class Streamed:
 
     chunks: list[tuple[float, int]]
     finish: str = "length"
-    meta: dict[str, Any] = field(default_factory=dict)  # SGLang's last words, or its sglext in OpenAI's dialect
+    meta: dict[str, Any] = field(default_factory=dict)  # SGLang's last words
     metrics: dict[str, Any] = field(default_factory=dict)  # vLLM's figures of the request, in OpenAI's dialect
     failure: str | None = None  # after the chunks, instead of an end: reset, hang, close, or the message of an error
     ready: Callable[[], bool] = lambda: (
@@ -145,8 +145,6 @@ class Fake:
         self.streams.append(sent_times)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         build_event = self._native if path == "/generate" else self._openai
-        if path == "/v1/chat/completions":
-            self._event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         num_sent, total = 0, sum(tokens for _, tokens in reply.chunks)
         for at_s, tokens in reply.chunks:
             if (wait_s := started + at_s - time.perf_counter()) > 0:
@@ -159,30 +157,26 @@ class Fake:
             num_sent += tokens
             sent_times.append(time.perf_counter())
             is_last = num_sent == total and not reply.failure
-            self._event(writer, build_event(path, reply, num_sent - tokens, num_sent, is_last))
+            self._event(writer, build_event(reply, num_sent - tokens, num_sent, is_last))
         if reply.failure:
             return await self._break(reply.failure, writer)
         if path != "/generate":
             usage = {"prompt_tokens": 7, "completion_tokens": num_sent}
-            details = {"sglext": reply.meta} if reply.meta else {"metrics": {"speculative_decoding": reply.metrics}}
-            self._event(writer, {"choices": [], "usage": usage, **(details if reply.meta or reply.metrics else {})})
+            details = {"metrics": {"speculative_decoding": reply.metrics}} if reply.metrics else {}
+            self._event(writer, {"choices": [], "usage": usage, **details})
         self._chunk(writer, b"data: [DONE]\n\n")
         self._chunk(writer, b"")
         await writer.drain()
         return True
 
-    def _native(self, _path: str, reply: Streamed, _start: int, stop: int, is_last: bool) -> dict[str, Any]:
+    def _native(self, reply: Streamed, _start: int, stop: int, is_last: bool) -> dict[str, Any]:
         meta = {"id": "x", "prompt_tokens": 7, "completion_tokens": stop, "finish_reason": None}
         if is_last:
             meta |= {"finish_reason": {"type": reply.finish, "message": "stopped by its operator"}, **reply.meta}
         return {"text": spell_words(0, stop), "output_ids": list(range(stop)), "meta_info": meta}
 
-    def _openai(self, path: str, reply: Streamed, start: int, stop: int, is_last: bool) -> dict[str, Any]:
-        text = spell_words(start, stop)
-        choice: dict[str, Any] = (
-            {"index": 0, "delta": {"content": text}} if path.endswith("chat/completions") else {"text": text}
-        )
-        choice["finish_reason"] = reply.finish if is_last else None
+    def _openai(self, reply: Streamed, start: int, stop: int, is_last: bool) -> dict[str, Any]:
+        choice = {"text": spell_words(start, stop), "finish_reason": reply.finish if is_last else None}
         return {"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": stop}}
 
     async def _break(self, failure: str, writer: asyncio.StreamWriter) -> bool:

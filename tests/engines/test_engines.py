@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stages.engines import registry, versions
+from stages.engines import protocol, registry
 from stages.engines.protocol import ServedDraft, ServerSetup, describe_draft
 from stages.params.families import EAGLE3, FAMILIES
 from stages.params.tree_shape import TreeShape, parse_shape
@@ -206,12 +206,12 @@ def test_an_environment_says_its_engines_version(tmp_path: Path, monkeypatch: py
     (tmp_path / "env/bin").mkdir()
     for name in ("sglang", "python"):
         (tmp_path / f"env/bin/{name}").symlink_to(sys.executable)
-        assert versions.find_version("sglang", str(tmp_path / f"env/bin/{name}")) == "0.4.9.post6"
-    assert versions.find_version("sglang", str(tmp_path / "nowhere")) is None
+        assert protocol.find_version("sglang", str(tmp_path / f"env/bin/{name}")) == "0.4.9.post6"
+    assert protocol.find_version("sglang", str(tmp_path / "nowhere")) is None
     for output, version in (("INFO 11-23 starts\n0.26.0", "0.26.0"), ("no version here", None)):
         (tmp_path / "vllm").write_text(f"#!/bin/sh\nprintf '{output}\\n'\n")
         (tmp_path / "vllm").chmod(0o755)
-        assert versions.find_version("vllm", str(tmp_path / "vllm")) == version
-    monkeypatch.setattr(versions, "VERSION_TIMEOUT_S", 0.01)
+        assert protocol.find_version("vllm", str(tmp_path / "vllm")) == version
+    monkeypatch.setattr(protocol, "VERSION_TIMEOUT_S", 0.01)
     (tmp_path / "vllm").write_text("#!/bin/sh\nexec sleep 5\n")
-    assert versions.find_version("vllm", str(tmp_path / "vllm")) is None
+    assert protocol.find_version("vllm", str(tmp_path / "vllm")) is None

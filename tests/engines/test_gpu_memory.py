@@ -1,37 +1,33 @@
-"""GPU memory, as an nvidia-smi of our own says it."""
+"""GPU memory, as a driver of our own says it."""
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from stages.engines import gpu_memory
 from stages.measuring import measured_server, measurement_lock
+from stages.telemetry import gpu_energy
 
-OUTPUT = "0, GPU-aa, NVIDIA H200, 1024, 143771\n1, GPU-bb, NVIDIA H200, 71885, 143771\n"
+USED_MIB, TOTAL_MIB = (1024, 71885), 143771
 
 
 @pytest.fixture
-def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<END\n{OUTPUT}END\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_memory(card: int, version: int) -> SimpleNamespace:
+        return SimpleNamespace(used=USED_MIB[card] * 2**20, total=TOTAL_MIB * 2**20)
+
+    names = {
+        "nvmlDeviceGetName": lambda card: "NVIDIA H200",
+        "nvmlDeviceGetMemoryInfo": read_memory,
+        "nvmlMemory_v2": 2,
+    }
+    monkeypatch.setattr(gpu_energy, "pynvml", SimpleNamespace(**names))
+    monkeypatch.setattr(gpu_energy, "list_visible_cards", lambda: [0, 1])
 
 
-@pytest.mark.parametrize(
-    ("chosen", "used"), [(None, [1.0, 70.2]), ("1", [70.2]), ("GPU-bb,0", [70.2, 1.0]), ("", []), ("7", [])]
-)
-def test_only_gpus_of_cuda_visible_devices_are_listed(
-    chosen: str | None, used: list[float], smi: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if chosen is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert [round(gpu.used, 1) for gpu in gpu_memory.list_visible_gpus()] == used
-
-
-def test_memory_that_another_holds_is_named(smi: None) -> None:
+def test_memory_that_another_holds_is_named(two_gpus: None) -> None:
     gpu_memory.check_free_memory(gpu_memory.list_visible_gpus()[:1], 0.9)
     with pytest.raises(
         ValueError, match=r"GPU 1 \(NVIDIA H200\) has 70\.2 GiB of 140 GiB free, expected at least 0\.9 of it"
@@ -40,7 +36,7 @@ def test_memory_that_another_holds_is_named(smi: None) -> None:
 
 
 def test_memory_beside_other_stages_servers_is_not_waited_for(
-    smi: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(measured_server, "RELEASE_S", 0.2)

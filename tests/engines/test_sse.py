@@ -7,15 +7,17 @@ import pytest
 
 from stages.cells import request_record
 from stages.cells.request_record import RequestRecord
-from stages.engines import http_session, registry
-from stages.engines.cell_engine import LoadResult
-from stages.engines.llama_cpp import read_completion
+from stages.engines import http_session, registry, vllm
+from stages.engines import llama_cpp as llama_cpp_module
 from stages.engines.sglang import read_generate
-from stages.engines.sse import AnswerStream, read_openai
-from stages.measuring import load_checks
+from stages.engines.sse import AnswerStream
 
 LLAMA_CPP = registry.get("llama.cpp")
-READERS = {"/generate": read_generate, "/completion": read_completion}
+READERS = {
+    "/generate": read_generate,
+    "/completion": llama_cpp_module.read_completion,
+    "/v1/completions": vllm.read_completion,
+}
 WHOLE = 10**9  # bytes of a read that has all of a stream
 
 
@@ -26,9 +28,9 @@ def sse(*messages: Any) -> bytes:
     )
 
 
-def chunk(text: str | None, total: int | None = None, finish: str | None = None, **choice: Any) -> dict[str, Any]:
-    usage = {} if total is None else {"usage": {"prompt_tokens": 5, "completion_tokens": total}}
-    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish, **choice}], **usage}
+def chunk(text: str, total: int, finish: str | None = None, **choice: Any) -> dict[str, Any]:
+    usage = {"prompt_tokens": 5, "completion_tokens": total}
+    return {"choices": [{"index": 0, "text": text, "finish_reason": finish, **choice}], "usage": usage}
 
 
 def native(text: str, ids: list[int], total: int, finish: Any = None, **meta: Any) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def native(text: str, ids: list[int], total: int, finish: Any = None, **meta: An
 
 
 def read(data: bytes, path: str = "/v1/completions", size: int = WHOLE) -> RequestRecord:
-    stream = AnswerStream(RequestRecord("a"), READERS.get(path, read_openai))
+    stream = AnswerStream(RequestRecord("a"), READERS[path])
     for index, start in enumerate(range(0, len(data), size)):
         stream.feed(data[start : start + size], float(index))
     stream.end(99.0)
@@ -48,8 +50,10 @@ def llama_cpp(text: str, ids: list[int], total: int, **end: Any) -> dict[str, An
     return {"content": text, "tokens": ids, "tokens_predicted": total, "tokens_evaluated": 3, "stop": bool(end), **end}
 
 
-CHAT = sse(chunk("", 0), chunk("né", 1), chunk("two three", 3), chunk("", 4), chunk(None, None, "stop"),
-           {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 5}}, b"[DONE]")  # fmt: skip
+FIGURES = {"speculative_decoding": {"num_spec_steps": 2}}
+COMPLETION = sse(chunk("", 0), chunk("né", 1, token_ids=[7]), chunk("two three", 3, token_ids=[8, 9]), chunk("", 4),
+                 chunk("", 5, "stop", token_ids=[2]), {"choices": [], "usage": chunk("", 5)["usage"], "metrics": FIGURES},
+                 b"[DONE]")  # fmt: skip
 END = {"type": "stop", "matched": 2}
 NATIVE = sse(
     native("né", [7], 1), native("né two", [7, 8, 9], 3), native("né two.", [7, 8, 9, 2], 4, END, spec_verify_ct=2)
@@ -58,28 +62,17 @@ NATIVE = sse(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50, WHOLE])
 def test_chunks_of_tokens_are_counted_however_the_bytes_come(size: int) -> None:
-    """Also what has no text: a token that is half a letter, or the end token, which only the last usage counts."""
-    stream = read(CHAT, size=size)
+    """Also what has no text: a token that is half a letter, or the end token."""
+    stream = read(COMPLETION, size=size)
     assert [tokens for _, tokens in stream.events] == ([5] if size == WHOLE else [1, 2, 1, 1])
     assert (stream.text, stream.output_tokens, stream.input_tokens) == ("nétwo three", 5, 5)
-    assert stream.finish_reason == "stop" and stream.has_token_counts
+    assert (stream.finish_reason, stream.ids, stream.engine_meta) == ("stop", [7, 8, 9, 2], {"num_spec_steps": 2})
     times = [when for when, _ in stream.events]
     assert times == sorted(times)
     stream = read(NATIVE, "/generate", size)
     assert [tokens for _, tokens in stream.events] == ([4] if size == WHOLE else [1, 2, 1])
     assert (stream.text, stream.ids, stream.finish_reason) == ("né two.", [7, 8, 9, 2], "stop")
     assert stream.engine_meta["spec_verify_ct"] == 2
-
-
-def test_plain_completions_and_sglangs_details() -> None:
-    details = {"spec_correct_drafts_histogram": [1, 1], "spec_verify_ct": 2}
-    data = sse(
-        {"choices": [{"text": "a b", "finish_reason": None}], "usage": {"prompt_tokens": 5, "completion_tokens": 2}},
-        {"choices": [{"text": " c", "finish_reason": "length"}], "usage": {"prompt_tokens": 5, "completion_tokens": 4}},
-        {"choices": [], "sglext": {"spec_tokens_details": details}},
-    )
-    stream = read(data)
-    assert (stream.text, stream.output_tokens, stream.engine_meta) == ("a b c", 4, details)
 
 
 def test_llama_cpps_answer_has_its_counts_and_no_ids_where_some_were_not_sent() -> None:
@@ -90,16 +83,16 @@ def test_llama_cpps_answer_has_its_counts_and_no_ids_where_some_were_not_sent() 
     assert (whole.text, whole.ids, whole.finish_reason, whole.input_tokens) == ("ééééé", [7] * 5, "stop", 3)
     cut = read(sse(llama_cpp("a", [7], 1), llama_cpp("é", [9], 5), end), "/completion")
     assert (cut.text, cut.ids, cut.output_tokens) == ("aé", [], 5)
-    assert LLAMA_CPP.count_request(cut.engine_meta, 5, 2) == (2, 2, True, [])
-    assert LLAMA_CPP.count_request({"predicted_n": 5}, 5, 3) == (4, 0, True, [])
+    assert LLAMA_CPP.count_request(cut.engine_meta, 5, 2) == (2, 2, [])
+    assert LLAMA_CPP.count_request({"predicted_n": 5}, 5, 3) == (4, 0, [])
     assert LLAMA_CPP.count_request({"predicted_n": 5}, 5, None) is None
 
 
 def test_llama_cpps_last_cycle_is_counted_where_its_last_draft_is_the_end_token() -> None:
     """As SmolLM2's answer of 63 tokens, of at most 64, in 28 cycles of three drafts, the last cut to one: it says 27."""
     timings = {"predicted_n": 63, "draft_n": 82, "draft_n_accepted": 35}
-    assert LLAMA_CPP.count_request(timings, 63, 3) == (28, 35, True, [])
-    assert LLAMA_CPP.count_request({**timings, "draft_n": 81}, 63, 3) == (27, 35, True, [])
+    assert LLAMA_CPP.count_request(timings, 63, 3) == (28, 35, [])
+    assert LLAMA_CPP.count_request({**timings, "draft_n": 81}, 63, 3) == (27, 35, [])
 
 
 @pytest.mark.parametrize(
@@ -134,7 +127,7 @@ def test_a_refusal_inside_the_stream_is_raised_as_one() -> None:
 
 def feed(*messages: tuple[float, dict[str, Any]], path: str) -> RequestRecord:
     """Read messages as they come, each at its time."""
-    stream = AnswerStream(RequestRecord("a"), READERS.get(path, read_openai))
+    stream = AnswerStream(RequestRecord("a"), READERS[path])
     for when, message in messages:
         stream.feed(sse(message), when)
     stream.record.ended = messages[-1][0]
@@ -153,20 +146,3 @@ def test_the_tokens_of_a_llama_cpp_cycle_are_one_event(apart_s: float) -> None:
     load = request_record.summarise_load([record])
     assert load.itl_s and load.itl_s.p50 == pytest.approx(0.02, rel=0.01) == load.itl_s.p90
     assert load.chunk_gap_s and load.chunk_gap_s.p50 == pytest.approx(0.06, rel=0.01)
-
-
-@pytest.mark.parametrize("sends", ["nothing", "ids", "usage at the end"])
-def test_figures_of_tokens_need_counted_tokens(sends: str) -> None:
-    """Bug: without usage and ids each piece of text was a token, so ITL, TPOT and tokens/s of a cycle of three were invented."""
-    more = {"token_ids": [7, 8, 9]} if sends == "ids" else {}
-    usage = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 60}}
-    pieces = [(0.1 * n, chunk("one two three", **more)) for n in range(1, 21)]
-    ends = [(2.1, chunk(None, None, "stop")), *([(2.1, usage)] if sends == "usage at the end" else [])]
-    record = feed(*pieces, *ends, path="/v1/chat/completions")
-    load = request_record.summarise_load([record])
-    known = load.output_tokens, load.output_throughput and round(load.output_throughput), load.tpot_s is not None
-    assert known == ((None, None, False) if sends == "nothing" else (60, 29, True))
-    assert (load.itl_s is not None) == (sends == "ids")
-    assert load.ttft_s and load.chunk_gap_s and load.e2e_s
-    warnings = load_checks.list_warnings([LoadResult([record])], [5], None, 60, None, 0)
-    assert any("neither usage nor token ids" in text for text in warnings) == (sends == "nothing")

@@ -6,7 +6,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from stages.cells import replay_records
+from stages.cells.replay_records import ReplayedTree
 from tests.conftest import EVAL, edit_params
 
 DOUBLE = [sys.executable, "-m", "tests.engines.engine_double"]
@@ -23,6 +23,6 @@ def read_replayed_tree(tree: str) -> dict[str, Any]:
     steps, topk, tokens = map(int, tree[1:].split("_"))
     return next(
         t
-        for t in replay_records.read_replay("e003")
+        for t in ReplayedTree.read("e003")
         if (t["num_steps"], t["topk"], t["num_draft_tokens"]) == (steps, topk, tokens)
     )

@@ -17,8 +17,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from stages import benchmark_served, prepare_prompts
-from stages.cells.cell import Cell, locate_cell
-from stages.engines import gguf_files, versions
+from stages.cells.cell import Cell, LoadPoint, locate_cell
+from stages.engines import gguf_files, protocol
 from stages.engines.sglang import SGLang
 from stages.measuring import export_gguf, load_generator
 from stages.prompts import workload_prompts
@@ -30,19 +30,23 @@ from tests.measuring.served_project import LOAD, edit_server, read_replayed_tree
 ENGINE = "sglang"
 
 
-@pytest.mark.parametrize("tree", ["t5_1_6", "t8_2_16"])
-def test_served_cycles_equal_those_of_replay(tree: str, project: Path) -> None:
-    """To the draft: replay counted every accepted draft of the same prompts from hidden states, without any server."""
-    benchmark_served.main(ENGINE, "eval", "e003", tree)
-    (found,) = Cell.read(ENGINE, "eval", "e003", tree)["points"]
-    expected = read_replayed_tree(tree)
-    acceptance = found["acceptance"]
+def check_replayed(tree: str) -> LoadPoint:
+    """Check a cell to the draft: replay counted those of the same prompts from hidden states, without any server."""
+    (found,) = Cell.read(ENGINE, "eval", "e003", tree).points
+    expected, acceptance = read_replayed_tree(tree), found["acceptance"]
     assert (acceptance["cycles"], acceptance["accepted"]) == (int(expected["cycles"]), int(expected["accepted"]))
     assert (
         acceptance["tau"] == pytest.approx(expected["tau"], abs=1e-12)
         and acceptance["tau_low"] <= acceptance["tau"] <= acceptance["tau_high"]
     )
-    assert sum(acceptance["histogram"]) == acceptance["cycles"] and acceptance["clipped"]
+    return found
+
+
+def test_a_served_trees_cycles_equal_those_of_replay(project: Path) -> None:
+    benchmark_served.main(ENGINE, "eval", "e003", "t8_2_16")
+    found = check_replayed("t8_2_16")
+    acceptance = found["acceptance"]
+    assert sum(acceptance["histogram"]) == acceptance["cycles"]
     assert acceptance["engine"]["avg_spec_accept_length"] == pytest.approx(acceptance["tau"])
     assert [r["failed"] for r in found["requests"]] == [None] * 6 and not found["warnings"]
 
@@ -51,6 +55,7 @@ def test_a_baseline_cell_has_the_same_answers_without_a_draft(project: Path) -> 
     benchmark_served.main(ENGINE, "eval")
     benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     plain, drafted = (Cell.read(ENGINE, "eval"), Cell.read(ENGINE, "eval", "e003", "t5_1_6"))
+    check_replayed("t5_1_6")
     assert plain["checkpoint"] is None and plain["points"][0]["acceptance"] is None
     answers = [{r["id"]: r["answer"] for r in found["points"][0]["requests"]} for found in (plain, drafted)]
     assert answers[0] == answers[1] and len(answers[0]) == 6
@@ -68,9 +73,9 @@ def test_a_sweep_is_one_server_and_a_point_for_each_pair(
     read, run_load, warmups = workload_prompts.read_prompts, load_generator.run_load, []
     monkeypatch.setattr(workload_prompts, "read_prompts", lambda name: (read(name)[0], read(name)[0].head(3)))
 
-    async def note_warmup(**words: Any) -> Any:
-        warmups.append(len(words["warmup"]))
-        return await run_load(**words)
+    async def note_warmup(*words: Any, warmup: list[Any], **more: Any) -> Any:
+        warmups.append(len(warmup))
+        return await run_load(*words, warmup=warmup, **more)
 
     monkeypatch.setattr(load_generator, "run_load", note_warmup)
     sweep = {**LOAD, "num_prompts": [2, 6], "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}
@@ -110,10 +115,10 @@ def test_vllms_cycles_and_accepted_drafts_are_replays(project: Path, monkeypatch
     """And a vLLM that does not report them of each request is refused before a server starts."""
     workloads = {"eval": {**LOAD, "concurrency": 3}}
     edit_params(project, {"benchmark": {"workloads": workloads}})
-    monkeypatch.setattr(versions, "find_version", lambda *_: "0.26.0")
+    monkeypatch.setattr(protocol, "find_version", lambda *_: "0.26.0")
     with pytest.raises(ValueError, match=r"vLLM 0.26.0 does not count .*expected 0.30"):
         benchmark_served.main("vllm", "eval", "e003", "t5_1_6")
-    monkeypatch.setattr(versions, "find_version", lambda *_: "0.30.0")
+    monkeypatch.setattr(protocol, "find_version", lambda *_: "0.30.0")
     benchmark_served.main("vllm", "eval", "e003", "t5_1_6")
     found = Cell.read("vllm", "eval", "e003", "t5_1_6")
     (point,) = found["points"]
@@ -154,7 +159,9 @@ def test_a_real_llama_cpp_accepts_what_replay_says(project: Path, capsys: pytest
     assert re.search(r"answers with both: 64 tokens in \d\d cycles", out) and "exported/e003-q8_0.gguf" in out
 
 
-def test_llama_cpps_converter_runs_no_code_of_a_target_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpps_converter_runs_no_code_of_a_target_unasked(
+    tmp_path: Path, forked_stages: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It trusts every tokenizer's code, as this stand-in for it does."""
     monkeypatch.chdir(tmp_path)
     asks = "import sys, transformers as t\nt.AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)"
@@ -203,7 +210,8 @@ def test_a_draft_that_accepts_nothing_is_a_skipped_cell(project: Path) -> None:
     save_file(
         {name: -t if "lm_head" in name else t for name, t in tensors.items()}, weights
     )  # its last choice is its first
-    edit_params(project, {"benchmark_served": {"interleave": True}})
+    few = {"workloads": {"eval": {**LOAD, "num_prompts": 4}}}
+    edit_params(project, {"benchmark": few, "benchmark_served": {"interleave": True}})
     try:
         benchmark_served.main(ENGINE, "eval", "e003", "t5_1_6")
     finally:

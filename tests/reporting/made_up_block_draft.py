@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from stages.cells import replay_records
-from stages.cells.replay_records import ReplayedTree
+from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from tests.conftest import edit_params
@@ -26,7 +25,7 @@ def add_block_draft(p: schema.Params) -> schema.Params:
     trained = json.loads(Path("results/train/e009.json").read_text())
     Path(f"results/train/{NAME}.json").write_text(json.dumps(trained | {"checkpoint": NAME, "from": "e000"}))
     rows = []
-    for row in replay_records.read_replay("e009"):
+    for row in ReplayedTree.read("e009"):
         if row.num_steps <= NUM_DRAFTS:
             better = {"checkpoint": NAME, "tau": row.tau + 2, "tau_low": row.tau + 1.9, "tau_high": row.tau + 2.1}
             rows.append(row.model_copy(update=better))
@@ -36,7 +35,7 @@ def add_block_draft(p: schema.Params) -> schema.Params:
                 update={"num_steps": CHAIN.num_steps, "topk": 1, "num_draft_tokens": CHAIN.num_draft_tokens}
             )
         )
-    ReplayedTree.write_csv(replay_records.locate_replay(NAME), rows)
-    replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(NAME), [])
-    replay_records.GroupTau.write_csv(replay_records.locate_group_taus(NAME), [])
+    ReplayedTree.write_csv(ReplayedTree.locate(NAME), rows)
+    TreeBucket.write_csv(TreeBucket.locate(NAME), [])
+    GroupTau.write_csv(GroupTau.locate(NAME), [])
     return schema.load_params()

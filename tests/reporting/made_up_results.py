@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stages import report
-from stages.cells import replay_records, timing_grid
+from stages.cells import timing_grid
 from stages.cells.cell import Cell
 from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.params import schema
@@ -23,7 +23,7 @@ from stages.telemetry import stage_log
 from tests import costs, made_once
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.served_cells import made_up as served_cell
-from tests.served_cells import point
+from tests.served_cells import point, replayed_tree
 from tests.torch_cells import timed_cell
 
 Row = dict[str, Any]
@@ -64,22 +64,15 @@ def make_up_results(p: schema.Params) -> None:
             for name in p.benchmark.trees:
                 _make_up_cell(cells_rng, workload, checkpoint, TreeShape.parse(name), skill[checkpoint]).write()
     for checkpoint, segment in p.train_draft.checkpoints.items():
-        lines = [",".join(ReplayedTree.model_fields)]
+        rows = []
         for tree in p.replay_trees.list_trees():
             tau = _tau(skill[checkpoint], tree) + rng.uniform(-0.15, 0.15)
-            rate = (tau - 1) / tree.num_steps
-            shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-            counted = 900, round(900 * (tau - 1)), tree.num_steps - 0.5, " ".join(["0.8"] * tree.num_steps)
-            lines.append(
-                ",".join(
-                    map(
-                        str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, "", "greedy")
-                    )
-                )
-            )
-        atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
-        TreeBucket.write_csv(replay_records.locate_tree_statistics(checkpoint), [])
-        GroupTau.write_csv(replay_records.locate_group_taus(checkpoint), [])
+            counts = {"accepted": round(900 * (tau - 1)), "acceptance": " ".join(["0.8"] * tree.num_steps)}
+            counts |= {"accept_rate": (tau - 1) / tree.num_steps, "mean_depth": tree.num_steps - 0.5, "tau_oracle": tau}
+            rows.append(replayed_tree(tree.name, tau, tau - 0.1, tau + 0.1, checkpoint=checkpoint, **counts))
+        ReplayedTree.write_csv(ReplayedTree.locate(checkpoint), rows)
+        TreeBucket.write_csv(TreeBucket.locate(checkpoint), [])
+        GroupTau.write_csv(GroupTau.locate(checkpoint), [])
         epochs = [
             {
                 "epoch": e,
@@ -220,7 +213,7 @@ def serve(workloads: Row, **benchmark: Any) -> None:
 
 def replayed(tree: str, checkpoint: str = "e009") -> float:
     shape = TreeShape.parse(tree)
-    return next(row.tau for row in replay_records.read_replay(checkpoint) if row.shape == shape)
+    return next(row.tau for row in ReplayedTree.read(checkpoint) if row.shape == shape)
 
 
 def make_up_served(workload: str, off: float = 1.0, **keys: Any) -> None:

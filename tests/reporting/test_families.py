@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from stages import report
-from stages.cells import replay_records
 from stages.cells.prediction import PredictedSpeedup, read_launch
+from stages.cells.replay_records import ReplayedTree
 from stages.params import schema
 from stages.params.families import DFLASH, DraftKind
 from stages.params.tree_shape import TreeShape
@@ -87,7 +87,7 @@ def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.P
     report.main()
     metrics = json.loads(Path("results/metrics.json").read_text())
     assert metrics["best_checkpoint"] == NAME
-    replays = {name: replay_records.read_replay(name) for name in project.replay_trees.checkpoints}
+    replays = {name: ReplayedTree.read(name) for name in project.replay_trees.checkpoints}
     shared = {row.shape for row in replays[NAME]} & {row.shape for row in replays["e009"]}
     means = {name: [row.tau for row in rows if row.shape in shared] for name, rows in replays.items()}
     for name, taus in means.items():

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from stages import report
-from stages.cells import replay_records
-from stages.cells.replay_records import ReplayedTree
+from stages.cells.replay_records import ReplayedTree, TreeBucket
 from stages.cells.table import ResultRow
 from stages.params import schema
 from tests.chromium import CHROMIUM, launch_chromium
@@ -36,7 +35,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         made_up_project(tmp_path_factory.mktemp("page"), patch)
         p = schema.load_params()
         for name in p.replay_trees.checkpoints:
-            replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(name), made_up_inside(name))
+            TreeBucket.write_csv(TreeBucket.locate(name), made_up_inside(name))
         serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
         make_up_served("code", off=0.7)
         report.main()
@@ -169,7 +168,7 @@ def test_all_trees_are_filtered_by_words_and_bounds(open_page: Open) -> None:
 
 def read_trees() -> list[ReplayedTree]:
     best = report.json.loads(report.METRICS_FILE.read_text())["best_checkpoint"]
-    return replay_records.read_replay(best)
+    return ReplayedTree.read(best)
 
 
 def download(page: Any, name: str) -> tuple[str, list[dict[str, str]]]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from stages import report
-from stages.cells import replay_records
 from stages.cells.replay_records import TreeBucket
 from stages.params import schema
 from stages.runtime import atomic
@@ -41,7 +40,7 @@ def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: s
     report.main()
     assert "Inside some trees" not in report.PAGE_FILE.read_text()
     for name in made_up.replay_trees.checkpoints:
-        TreeBucket.write_csv(replay_records.locate_tree_statistics(name), made_up_inside(name))
+        TreeBucket.write_csv(TreeBucket.locate(name), made_up_inside(name))
     report.main()
     page = report.PAGE_FILE.read_text()
     assert page.count(PICTURE) == PLOTS + INSIDE and "#0303" not in page

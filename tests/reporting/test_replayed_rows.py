@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from stages import report
-from stages.cells import replay_records
 from stages.cells.prediction import PredictedSpeedup
 from stages.cells.replay_records import ReplayedTree
 from stages.cells.table import ResultRow
@@ -19,10 +18,10 @@ def test_rows_and_predictions_above_temperature_0_are_of_the_drafts_that_cells_h
     half_measured: schema.Params, draft_sampling: str, less: float
 ) -> None:
     """A chain has a replay of each kind on the same answers, and one tau beside the cells'."""
-    cold = [tree for tree in replay_records.read_replay("e003") if tree.shape.name == "t8_1_9"]
+    cold = [tree for tree in ReplayedTree.read("e003") if tree.shape.name == "t8_1_9"]
     hot = {"temperature": 0.7, "top_p": 1.0}
     kinds = [hot | {"tau": cold[0].tau - 0.5}, hot | {"tau": cold[0].tau - 0.25, "draft_sampling": "sampled"}]
-    path = replay_records.locate_replay("e003")
+    path = ReplayedTree.locate("e003")
     ReplayedTree.write_csv(path, [*cold, *(cold[0].model_copy(update=kind) for kind in kinds)])
     workload = half_measured.benchmark.workloads["eval"].model_copy(update={"temperature": 0.7})
     changes = {"draft_sampling": draft_sampling, "workloads": {"eval": workload}}
@@ -49,9 +48,9 @@ def test_only_what_replay_has_answers_of_is_in_the_table(
     half_measured: schema.Params, workload: Row, taken: str | None
 ) -> None:
     """Other prompts, text beyond the end, and answers drawn otherwise have no replay; loads have a table of their own."""
-    known = replay_records.read_replay("e003")
+    known = ReplayedTree.read("e003")
     hot = [tree.model_copy(update={"tau": tree.tau - 0.5, "temperature": 0.7, "top_p": 0.9}) for tree in known]
-    ReplayedTree.write_csv(replay_records.locate_replay("e003"), [*known, *hot])
+    ReplayedTree.write_csv(ReplayedTree.locate("e003"), [*known, *hot])
     edit_params(
         Path(),
         {
@@ -63,7 +62,7 @@ def test_only_what_replay_has_answers_of_is_in_the_table(
     )  # fmt: skip
     make_up_spent("prepare_prompts-other")
     p = schema.load_params()
-    replays = {name: replay_records.read_replay(name) for name in p.replay_trees.checkpoints}
+    replays = {name: ReplayedTree.read(name) for name in p.replay_trees.checkpoints}
     rows = report._build_replayed_rows(p, replays, [])
     cold = replayed("t8_2_16", "e003")
     expected = {"cold": [cold], "hot": [cold - 0.5], None: []}[taken]

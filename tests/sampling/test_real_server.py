@@ -1,9 +1,7 @@
-"""sample_target and the load generator through a real `transformers serve`, and through kills and faults before it."""
+"""sample_target through a real `transformers serve`, and through kills and faults before it."""
 
-import asyncio
 import http.client
 import json
-import math
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -13,10 +11,7 @@ from typing import Any
 import pytest
 
 from stages import sample_target
-from stages.engines import client, registry, server
-from stages.engines.chat_answer import ChatAnswer
-from stages.engines.protocol import LoadRequest
-from stages.measuring import load_generator
+from stages.engines import registry, server
 from stages.runtime import free_port
 from tests.built_engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
 from tests.sampling.sampled_project import SPLITS, answers, assert_same, read_result, report, set_backend, with_tools
@@ -72,41 +67,6 @@ def real(transformers_serve: server.ServerProcess) -> Iterator[dict[str, Any]]:
     ended = transformers_serve.get_exit_status()
     print(f"the server {'runs' if ended is None else f'ended with status {ended}'}; its log's last lines:")
     print(server.read_log_tail(transformers_serve.log, 40))
-
-
-def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, Any]) -> None:
-    """What it puts together from pieces is the answer that the same server gives whole."""
-    url, model = real["base_urls"][0], real["model"]
-    bodies = [
-        {"messages": [{"role": "user", "content": city}], "max_tokens": 12, "temperature": 0.0}
-        for city in ("Oslo", "Rome", "Lima")
-    ]
-
-    async def whole() -> list[ChatAnswer]:
-        async with client.ChatClient([url], model, 1, 60.0, 1) as http:
-            return [await http.complete(body) for body in bodies]
-
-    asks = [
-        LoadRequest(str(n), b["messages"], b["max_tokens"], b["temperature"], 1.0, None, False)
-        for n, b in enumerate(bodies)
-    ]
-    found = asyncio.run(
-        load_generator.run_load(
-            url,
-            model,
-            asks,
-            load_generator.Arrivals(math.inf, 1, 0),
-            60.0,
-            asks[:1],
-            "benchmark_served.servers.sglang",
-            registry.OTHER,
-        )
-    )
-    for record, answer in zip(found.records, asyncio.run(whole()), strict=True):
-        assert record.failure_reason is None, record.failure_message
-        assert (record.text, record.finish_reason) == (answer.text, answer.finish_reason)
-        assert (record.input_tokens, record.output_tokens) == (answer.prompt_tokens, answer.completion_tokens)
-        assert 0 < record.ttft_s <= record.e2e_s
 
 
 def test_a_real_server_says_what_this_process_says(project: Path, real: dict[str, Any]) -> None:
