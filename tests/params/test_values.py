@@ -17,7 +17,9 @@ def test_a_draft_of_few_steps_is_held_to_a_threshold_that_it_can_reach(ttt_steps
     assert 1 < schema.load_params().check_overfit.choose_min_tau(ttt_steps) < ttt_steps + 1
 
 
-@pytest.mark.parametrize(("target", "training"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("target", "training"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16")]
+)
 def test_training_computes_as_the_target_does(target: str, training: str) -> None:
     """Bug: beside a target in bfloat16, as `aerie use own` asks for on a GPU, it was float32: ten times the time."""
     set_value(("target", "dtype"), target)
