@@ -8,7 +8,8 @@ A draft that would run differently here than on an engine is refused. A value th
 Sources: llama_eagle3.py of SGLang 0.5.17 and of vLLM, and the eagle3 model of speculators.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.draft import published_files
+from stages.draft.checkpoint import FindProblem
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.draft.published_files import PublishedDraft, ReadEmbeddingAndHead
 from stages.families.draft_files import DraftFiles
@@ -50,12 +52,20 @@ REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vo
 class Files(DraftFiles):
     """EAGLE-3 drafts; e000, from which every family starts, is one (init_draft)."""
 
-    find_problem = staticmethod(eagle3_checkpoint.find_draft_problem)
-    read_checked = staticmethod(eagle3_checkpoint.read_eagle3_draft)
-    write = staticmethod(eagle3_checkpoint.write_eagle3_draft)
+    config_type: type[DraftConfig] = DraftConfig
+    draft_type: Callable[[Any], Eagle3Draft] = Eagle3Draft
+
+    def find_problem(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+        return eagle3_checkpoint.find_draft_problem(config, tensors, self.config_type, self.draft_type)
+
+    def read_checked(self, folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return eagle3_checkpoint.read_eagle3_draft(folder, made_by, self.facts.title, self.find_problem)
+
+    def write(self, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        eagle3_checkpoint.write_eagle3_draft(folder, config, tensors, self.find_problem)
 
     def build_module(self, config: dict[str, Any], head: Tensor, logits_scale: float) -> nn.Module:
-        return Eagle3Draft(DraftConfig.from_json(config))
+        return self.draft_type(self.config_type.from_json(config))
 
     def list_feature_layers(self, config: dict[str, Any], target: TargetManifest) -> list[int]:
         return eagle3_checkpoint.read_feature_layers(config, target.num_layers)
@@ -68,20 +78,35 @@ class Files(DraftFiles):
         )
 
 
+@dataclass(frozen=True)
+class PublishedLayers:
+    """The published drafts of a family with EAGLE-3's layer, where they differ from EAGLE-3's."""
+
+    title: str = "EAGLE-3"
+    defaults: Mapping[str, Any] = field(default_factory=lambda: {"norm_before_residual": True})  # vLLM's of speculators
+    required_values: Mapping[str, Any] = field(default_factory=lambda: REQUIRED_VALUES)
+    find_problem: FindProblem = eagle3_checkpoint.find_draft_problem
+    # (config.json, tensors, what reads the target's tables, notes) -> further keys; it may change the tensors
+    read_more: Callable[[dict, dict[str, Tensor], ReadEmbeddingAndHead, list[str]], dict[str, Any]] = (
+        lambda raw, tensors, read_tables, notes: {}
+    )
+
+
 def read_published_draft(
     folder: Path,
     target: TargetManifest,
     read_embedding_and_head: ReadEmbeddingAndHead,
     name: str = "",
     rope_theta: float | None = None,
+    kind: PublishedLayers | None = None,  # None: EAGLE-3's
 ) -> PublishedDraft:
     """Read the draft in `folder` for `target`; `name` is the user's name for it.
 
     `rope_theta` overrides the value of its config. Raises ValueError for sizes or feature layers that do not fit the
     target, for an unsupported architecture, and for missing or corrupt files.
     """
-    # vLLM's default for a config of speculators is true
-    raw = published_files.read_flat_config(folder, {"norm_before_residual": True})
+    kind = kind or PublishedLayers()
+    raw = published_files.read_flat_config(folder, kind.defaults)
     if published_files.is_block_config(raw):
         raise ValueError(
             f"{folder}/config.json: architectures is {raw.get('architectures')}, a block draft, expected an EAGLE-3 draft, from "
@@ -89,7 +114,7 @@ def read_published_draft(
         )
     eagle = raw.get("eagle_config") or {}
     stated = {**raw, **{f"eagle_config.{key}": value for key, value in eagle.items()}}
-    published_files.check_values(folder, ((key, stated.get(key), value) for key, value in REQUIRED_VALUES.items()))
+    published_files.check_values(folder, ((key, stated.get(key), value) for key, value in kind.required_values.items()))
     published_files.check_sizes(folder, raw, REQUIRED_SIZES, target)
     notes: list[str] = []
     sizes, options = _read_sizes(raw), _read_options(raw, notes)
@@ -106,16 +131,19 @@ def read_published_draft(
     draft = DraftConfig(**sizes, **options, rope=rope)
     published_files.note_few_positions(draft.max_position_embeddings, target, notes)
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
-    published_files.drop_copies(tensors, ["embed_tokens.weight"], read_embedding_and_head, notes)
+    with published_files.name_config(folder):
+        more = kind.read_more(raw, tensors, read_embedding_and_head, notes)
+    if not more.get("own_embedding"):
+        published_files.drop_copies(tensors, ["embed_tokens.weight"], read_embedding_and_head, notes)
     _fill_head(folder, raw, draft, tensors, read_embedding_and_head, notes)
     _fill_vocabulary_maps(folder, draft, tensors)
     options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
     dtype = published_files.unify_dtype(folder, tensors)
     draft, ids = replace(draft, qk_norm=options["qk_norm"]), (layers, target.num_layers, target.eos_token_ids)
-    config = eagle3_checkpoint.build_eagle3_config(draft, *ids, dtype, [*sizes])
-    if problem := eagle3_checkpoint.find_draft_problem(config, tensors):
+    config = eagle3_checkpoint.build_eagle3_config(draft, *ids, dtype, [*sizes]) | more
+    if problem := kind.find_problem(config, tensors):
         raise ValueError(
-            f"{folder}, by config.json, is no EAGLE-3 draft that we can run: {problem}. Expected one layer that reads "
+            f"{folder}, by config.json, is no {kind.title} draft that we can run: {problem}. Expected one layer that reads "
             "[embedding, state], a fusion of three feature layers, no biases; EAGLE-1 and -2, deeper, MLA and quantised are not"
         )
     return PublishedDraft(config, tensors, {k: v for k, v in options.items() if v}, notes)

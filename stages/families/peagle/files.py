@@ -1,0 +1,86 @@
+"""P-EAGLE's files, and published drafts of both known forms, read into ours:
+
+    AWS (amazon/gpt-oss-120b-p-eagle)    flat, ptd_token_id                          midlayer.*, layers.1.*, mask_hidden [1, 3H]
+    speculators                          speculators_model_type, mask_token_id       layers.0.*, mask_hidden [1, 1, 3H]
+
+Ours is the first, which vLLM loads with `method: eagle3, parallel_drafting: true`; speculators' form it maps to the same
+(transformers_utils/configs/speculators/algos.py, update_peagle), whose default of norm_before_residual is false here. Trainers of
+both train a copy of the target's embedding, which is kept where it differs. NVIDIA's Automodel writes pard_token.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.draft.published_files import PublishedDraft, ReadEmbeddingAndHead
+from stages.families.block import mask_token
+from stages.families.eagle3 import checkpoint as eagle3_checkpoint
+from stages.families.eagle3 import files as eagle3_files
+from stages.families.eagle3.files import REQUIRED_VALUES, PublishedLayers
+from stages.families.peagle.model import MASK_TOKEN_KEY, PEagleConfig, PEagleDraft
+from stages.params import schema
+from stages.params.draft_sections import ImportedCheckpoint
+from stages.target import chat_template, manifest
+from stages.target.manifest import TargetManifest
+
+MASK_TOKEN_KEYS = (MASK_TOKEN_KEY, "mask_token_id", "pard_token")
+EMBEDDING = "embed_tokens.weight"
+
+
+def build_peagle_config(c: PEagleConfig, *args: Any) -> dict[str, Any]:
+    """Return config.json; the other arguments are those of `build_eagle3_config`."""
+    own = {key: getattr(c, key) for key in ("num_hidden_layers", MASK_TOKEN_KEY)}
+    return eagle3_checkpoint.build_eagle3_config(c, *args) | own
+
+
+class Files(eagle3_files.Files):
+    """P-EAGLE drafts."""
+
+    config_type, draft_type = PEagleConfig, PEagleDraft
+
+    def read_published(
+        self, folder: Path, item: ImportedCheckpoint, params: schema.Params, target: TargetManifest
+    ) -> PublishedDraft:
+        """Compare the draft's mask token with the target's tokenizer, too."""
+        weights = manifest.resolve_weights_folder(target)
+        tokenizer = chat_template.load_tokenizer(weights, params.target.trust_remote_code, target.chat_template)
+
+        def read_more(
+            raw: dict[str, Any], tensors: dict[str, Tensor], read_tables: ReadEmbeddingAndHead, notes: list[str]
+        ) -> dict[str, Any]:
+            more = read_own_parts(raw, tensors, read_tables, notes)
+            notes += filter(None, [mask_token.check_published_mask_token(more[MASK_TOKEN_KEY], tokenizer, target)])
+            return more
+
+        required = {key: value for key, value in REQUIRED_VALUES.items() if key != "num_hidden_layers"}
+        kind = PublishedLayers(self.facts.title, {}, required, self.find_problem, read_more)
+        return eagle3_files.read_published_draft(
+            folder, target, lambda: manifest.read_embedding_and_head(target), item.model, item.rope_theta, kind
+        )
+
+
+def read_own_parts(
+    raw: dict[str, Any], tensors: dict[str, Tensor], read_tables: ReadEmbeddingAndHead, notes: list[str]
+) -> dict[str, Any]:
+    """Return config.json's keys beyond EAGLE-3's, and give the tensors the names and shapes of ours.
+
+    Raises ValueError for no mask token, and for several.
+    """
+    found = {raw[key] for key in MASK_TOKEN_KEYS if raw.get(key) is not None}
+    if len(found) != 1:
+        raise ValueError(f"mask tokens {sorted(found)}, expected one, as {' or '.join(MASK_TOKEN_KEYS)}")
+    num_layers = raw.get("num_hidden_layers") or 1
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
+    for i in range(1, num_layers):  # vLLM makes this norm in every layer, and uses that of the first
+        tensors.pop(f"layers.{i}.hidden_norm.weight", None)
+    more: dict[str, Any] = {"num_hidden_layers": num_layers, MASK_TOKEN_KEY: found.pop()}
+    if raw.get("norm_output"):
+        notes.append("norm_output is true, without effect where no step follows another")
+        more["norm_output"] = False
+    if (own := tensors.get(EMBEDDING)) is not None:
+        target = read_tables()[0]
+        more["own_embedding"] = own.shape == target.shape and not torch.equal(own.float(), target.to(own.dtype).float())
+    return more

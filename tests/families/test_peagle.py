@@ -1,0 +1,242 @@
+"""P-EAGLE against a slow draft, one causal sequence for each position, nothing cached: in training, replay and the engine."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stages.engine.decode import Engine
+from stages.families import registry
+from stages.families.peagle import replay as peagle_replay
+from stages.families.peagle import training
+from stages.families.peagle.decoding import PEagleDrafter
+from stages.families.peagle.files import build_peagle_config
+from stages.families.peagle.model import PEagleConfig, PEagleDraft
+from stages.params.families import PEAGLE, DraftKind, find_family
+from stages.params.tree_shape import TreeShape
+from stages.replay.replay import ReplayBatch
+from stages.training.packed_rows import PackIndex
+from stages.training.ttt import TrainingPack, build_supervision_mask
+from tests.draft.slow_draft import CONFIG, scatter
+from tests.engine import conftest, test_decode
+from tests.engine.test_batch_decode import make_requests, search_greedily, steps
+from tests.training.test_ttt import make_row
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DEPTHS = 4
+execution = conftest.execution
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "three layers": {"num_hidden_layers": 3},
+    "every option": {
+        "num_hidden_layers": 2, "fc_norm": True, "norm_before_residual": True, "qk_norm": True, "own_embedding": True,
+    },
+}  # fmt: skip
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+
+
+def make(options: dict[str, Any], scale: float = 0.4, **sizes: Any) -> tuple[PEagleDraft, Tensor]:
+    """A random draft over a part of the vocabulary, and a target's embedding."""
+    config = PEagleConfig(**{**vars(CONFIG), **sizes, **options, "ptd_token_id": 5})
+    draft = PEagleDraft(config)
+    scatter(draft, scale, 1)
+    generator = torch.Generator().manual_seed(2)
+    chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
+    draft.d2t.copy_(chosen - torch.arange(len(chosen)))
+    draft.t2d[chosen] = True
+    return draft.requires_grad_(False), torch.randn(config.vocab_size, config.hidden_size, generator=generator)
+
+
+def draft_slowly(draft: PEagleDraft, ids: Tensor, features: Tensor, embedding: Tensor, count: int) -> Tensor:
+    """Logits [count, D] of the drafts after ids [p + 2], whose rows have features [p + 1, 3H]."""
+    c = draft.config
+    table = draft.embed_tokens.weight if draft.embed_tokens is not None else embedding
+    tokens = torch.cat([ids[1:], torch.full((count - 1,), c.ptd_token_id)])
+    fused = draft.fuse_features(torch.cat([features, draft.mask_hidden.expand(count - 1, -1)]))
+    cos, sin = draft.compute_rope(torch.arange(len(tokens)))
+    stream, x = fused, draft.build_layer_input(table[tokens], fused)
+    for i in range(c.num_hidden_layers):
+        layer: Any = draft.layers[str(i)] if i else draft.midlayer
+        x = layer.input_layernorm(stream) if i else x
+        stream = layer.hidden_norm(stream) if not i and c.norm_before_residual else stream
+        heads = []
+        for name in "qkv":
+            y = getattr(layer.self_attn, f"{name}_proj")(x).unflatten(-1, (-1, c.head_dim))
+            if name != "v":
+                y = getattr(layer.self_attn, f"{name}_norm")(y) if c.qk_norm else y
+                low, high = y.chunk(2, -1)
+                y = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+            heads.append(y.repeat_interleave(c.num_attention_heads // y.shape[1], 1).transpose(0, 1))
+        q, k, v = heads
+        scores = (q @ k.mT / c.head_dim**0.5).masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
+        stream = stream + layer.self_attn.o_proj((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        y = layer.post_attention_layernorm(stream)
+        stream = stream + layer.mlp.down_proj(nn.functional.silu(layer.mlp.gate_proj(y)) * layer.mlp.up_proj(y))
+    return draft.lm_head(draft.norm(stream[-count:]))
+
+
+@every_option
+def test_every_depth_of_every_position_is_trained_as_it_will_draft(options: dict[str, Any]) -> None:
+    draft, embedding = make(options)
+    rows = [make_row(1, 20, [(4, 9), (12, 20)]), make_row(2, 13, [(3, 13)])]
+    pack = TrainingPack.from_rows(rows, DEPTHS, "aligned")
+    states = training.compute_states(draft, pack, embedding)
+    compared = 0
+    for depth, of_depth in enumerate(states):
+        for token, state in zip(pack.query_tokens.tolist(), of_depth, strict=False):
+            row, p = int(pack.row_index[token]), int(pack.position[token])
+            one = rows[row]
+            slow = draft_slowly(draft, one.ids[: p + 2], one.features[: p + 1], embedding, DEPTHS)
+            torch.testing.assert_close(draft.lm_head(draft.norm(state)), slow[depth], rtol=1e-4, atol=1e-4)
+            compared += 1
+    assert compared > 60
+
+
+def test_depths_are_sampled_as_the_paper_says() -> None:
+    mask = torch.zeros(400, dtype=torch.bool)
+    mask[50:350] = True
+    supervised = build_supervision_mask(mask, torch.zeros(400, dtype=torch.int64), 6, "aligned")
+    kept = training.sample_depths(supervised, 0.7, 0.2, torch.Generator().manual_seed(3))
+    count = int(supervised[0].sum())
+    assert kept.sum(1).tolist() == [count, *(int((count - d) * max(0.7**d, 0.2)) for d in range(1, 6))]
+    assert not (kept & ~supervised).any() and not (kept[1:] & ~kept[:-1]).any()
+    every = training.sample_depths(supervised, 1.0, 1.0, torch.Generator())
+    assert torch.equal(every, supervised)
+
+
+def test_the_loss_is_the_mean_over_all_that_is_trained_and_every_weight_learns() -> None:
+    draft, embedding = make(OPTIONS["three layers"])
+    head = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=torch.Generator().manual_seed(4))
+    rows = [make_row(5, 40, [(5, 38)])]
+    objective = training.PEagleObjective(DEPTHS, ratio=0.7, least_ratio=0.2, seed=1)
+    pack, again = (objective.build_pack(rows, PackIndex(0, 3, 0), pinned=False) for _ in range(2))
+    assert torch.equal(pack.pair_state, again.pair_state)
+    other = objective.build_pack(rows, PackIndex(1, 3, 0), pinned=False)
+    assert not torch.equal(pack.query_tokens, other.query_tokens)
+    found = training.compute_loss(draft.requires_grad_(True), pack, embedding, head, objective)
+    count, losses, chosen = 0, torch.zeros(DEPTHS), draft.t2d.nonzero()[:, 0]
+    for depth, queries in enumerate(pack.queries_per_step):
+        for p in pack.query_tokens[:queries].tolist():
+            logits = draft_slowly(draft, rows[0].ids[: p + 2], rows[0].features[: p + 1], embedding, DEPTHS)[depth]
+            teacher = rows[0].last[p + 1 + depth] @ head.T
+            if draft.t2d[teacher.argmax()]:
+                losses[depth] += -(teacher[chosen].softmax(-1) * logits.log_softmax(-1)).sum().detach()
+            count += 1
+    assert count == sum(pack.supervised_per_step)
+    assert found.total_loss.item() == pytest.approx(float(losses.sum()) / count, rel=1e-4)
+    assert found.loss_per_step.tolist() == pytest.approx(losses.tolist(), rel=1e-4)
+    found.total_loss.backward()
+    assert all(w.grad is not None and w.grad.abs().sum() > 0 for w in draft.parameters())
+
+
+# --- beside a target ---------------------------------------------------------------------------------------------------
+
+FEATURES, END = (1, 2, 3), test_decode.END
+TREES = [TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(3, 2, 6)]
+
+
+@cache
+def target() -> Any:
+    return test_decode.model.__wrapped__()
+
+
+@cache
+def collate() -> ReplayBatch:
+    """The prompts of `make_requests`, the target's answers, and its features."""
+    rows = [(ask.prompt, search_greedily(target(), ask)) for ask in make_requests()]
+    whole = [torch.tensor(prompt + answer) for prompt, answer in rows]
+    with torch.inference_mode():
+        outputs = [target()(ids[None], output_hidden_states=True).hidden_states for ids in whole]
+    features = [torch.cat([states[i][0] for i in FEATURES], -1).clone() for states in outputs]
+    starts, ends = (torch.tensor(x) for x in ([len(p) for p, _ in rows], [len(ids) for ids in whole]))
+    pad = nn.utils.rnn.pad_sequence
+    return ReplayBatch(pad(whole, batch_first=True), pad(features, batch_first=True), starts, ends)
+
+
+@cache
+def trained(layers: int) -> PEagleDraft:
+    """A draft that has learned some of the target's answers."""
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": test_decode.VOCAB,
+        "draft_vocab_size": test_decode.VOCAB - 1, "max_position_embeddings": 512,
+    }  # fmt: skip
+    draft, embedding = make({"num_hidden_layers": layers}, 0.1, **sizes)[0], target().get_input_embeddings().weight
+    batch, optimizer = collate(), torch.optim.Adam(draft.requires_grad_(True).parameters(), 3e-3)
+    target_ids = draft.to_target(torch.arange(len(draft.d2t)))
+    index = torch.full((test_decode.VOCAB,), -1)
+    index[target_ids] = torch.arange(len(target_ids))
+    for _ in range(40):
+        losses = []
+        for ids, features, start, end in zip(batch.ids, batch.features, batch.starts, batch.ends, strict=True):
+            positions = torch.arange(int(start) - 1, int(end) - 2)
+            context = draft.read_rows(embedding[ids[1:end]], features[: end - 1])
+            states = draft.draft_from(context, positions, embedding, 5)
+            wanted = positions[:, None] + 2 + torch.arange(5)
+            labels = torch.where(wanted < end, index[ids[wanted.clamp(max=len(ids) - 1)]], -1)
+            if len(positions):
+                logits = draft.lm_head(states).flatten(0, 1)
+                losses.append(nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-1, reduction="sum"))
+        optimizer.zero_grad()
+        torch.stack(losses).sum().div(100).backward()
+        optimizer.step()
+    return draft.requires_grad_(False)
+
+
+@pytest.fixture(params=[1, 2])
+def layers(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def test_answers_are_those_of_greedy_search_and_accept_lengths_those_of_replay(execution: str, layers: int) -> None:
+    """Alone and together, with the shapes of a CPU and those of a GPU's graphs."""
+    draft, embedding = trained(layers), target().get_input_embeddings().weight
+    engine = Engine(target(), [END], PEagleDrafter(draft, embedding, list(FEATURES), "sglang"), 1.0)
+    replayed = peagle_replay.PEagleReplay(draft, embedding, draft.lm_head.weight, "sglang").replay(
+        collate(), TREES, 7, [1]
+    )
+    for g, tree in enumerate(TREES):
+        alone = [
+            list(engine.decode_speculative(ask.prompt, ask.max_new_tokens, tree, None, ask.sampling))
+            for ask in make_requests()
+        ]
+        answers = [[token for step in found for token in step.tokens] for found in alone]
+        assert answers == [search_greedily(target(), ask) for ask in make_requests()], tree
+        assert steps(engine.decode_batch(make_requests(), 3, tree), len(make_requests())) == alone, tree
+        live = [(len(found) - 1, sum(step.num_accepted for step in found[1:])) for found in alone]
+        assert live == list(zip(replayed.cycles[:, g].tolist(), replayed.accepted[:, g].tolist(), strict=True)), tree
+    assert replayed.accepted[:, 2].sum() > replayed.accepted[:, 0].sum() > 20, "drafts are never right"
+
+
+def test_a_trace_has_the_cycles_of_replay(layers: int) -> None:
+    draft, embedding = trained(layers), target().get_input_embeddings().weight
+    replay = peagle_replay.PEagleReplay(draft, embedding, draft.lm_head.weight, "sglang")
+    found = replay.replay(collate(), TREES, 7, [2])
+    traced = replay.trace(collate(), found.cycle_starts[0], TREES[2], 7)
+    assert len(traced.row) == int(found.cycles[:, 2].sum()) and traced.accepted.sum() == found.accepted[:, 2].sum()
+
+
+# --- files and engines -------------------------------------------------------------------------------------------------
+
+
+def test_a_config_tells_its_family_and_engines_run_chains_of_it_or_say_who_does() -> None:
+    draft, _ = make(OPTIONS["three layers"])
+    config = build_peagle_config(draft.config, [1, 2, 3], 4, [7])
+    assert find_family(config) is PEAGLE and config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (config["num_hidden_layers"], config["ptd_token_id"]) == (3, 5)
+    assert PEagleConfig.from_json(config) == draft.config
+    kind = DraftKind(PEAGLE)
+    assert kind.explain_unserved("vllm", TreeShape(3, 1, 4)) is None
+    assert kind.explain_unserved("sglang", TreeShape(3, 1, 4)) == (
+        "SGLang runs no P-EAGLE, whose drafts come in one pass, expected vLLM 0.16 or later"
+    )
+    files = registry.get(PEAGLE).files
+    assert files.find_problem(config, draft.state_dict()) == ""
+    without = {k: v for k, v in config.items() if k != "ptd_token_id"}
+    assert "lacks 'ptd_token_id'" in files.find_problem(without, draft.state_dict())
+    assert "mask_hidden" in files.find_problem(
+        config, {k: v for k, v in draft.state_dict().items() if k != "mask_hidden"}
+    )
+    assert "sliding_window is 4" in files.find_problem(config | {"sliding_window": 4}, draft.state_dict())
