@@ -1,12 +1,17 @@
 """P-EAGLE against a slow draft, one causal sequence for each position, nothing cached: in training, replay and the engine."""
 
+import json
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from stages.draft import published_files
 from stages.engine.decode import Engine
 from stages.families import registry
 from stages.families.peagle import replay as peagle_replay
@@ -20,6 +25,7 @@ from stages.replay.replay import ReplayBatch
 from stages.training.packed_rows import PackIndex
 from stages.training.ttt import TrainingPack, build_supervision_mask
 from tests.draft.slow_draft import CONFIG, scatter
+from tests.draft.test_published_block_formats import TARGET, Tokens
 from tests.engine import conftest, test_decode
 from tests.engine.test_batch_decode import make_requests, search_greedily, steps
 from tests.training.test_ttt import make_row
@@ -240,3 +246,66 @@ def test_a_config_tells_its_family_and_engines_run_chains_of_it_or_say_who_does(
         config, {k: v for k, v in draft.state_dict().items() if k != "mask_hidden"}
     )
     assert "sliding_window is 4" in files.find_problem(config | {"sliding_window": 4}, draft.state_dict())
+
+
+def publish_as_aws(draft: PEagleDraft, embedding: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The form of amazon/gpt-oss-120b-p-eagle, with an embedding of its own, and norms that vLLM makes in every layer."""
+    tensors = draft.state_dict() | {f"layers.{i}.hidden_norm.weight": torch.ones(16) for i in draft.layers}
+    return build_peagle_config(draft.config, [1, 2, 3], 4, [7]), tensors
+
+
+def publish_as_speculators(draft: PEagleDraft, embedding: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config, tensors = publish_as_aws(draft, embedding)
+    outer = {
+        "architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": config.pop("ptd_token_id"),
+        "draft_vocab_size": config.pop("draft_vocab_size"), "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "embed_requires_grad": True, "norm_before_residual": config.pop("norm_before_residual", False),
+        "transformer_layer_config": {k: v for k, v in config.items() if not k.startswith("eagle") and k != "architectures"},
+    }  # fmt: skip
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    tensors |= {"mask_hidden": tensors["mask_hidden"][None], "verifier_norm.weight": torch.ones(16)}
+    return outer, {"embed_tokens.weight": embedding} | tensors
+
+
+@pytest.mark.parametrize("publish", [publish_as_aws, publish_as_speculators])
+@every_option
+def test_published_drafts_are_read_into_our_form(tmp_path: Path, publish: Any, options: dict[str, Any]) -> None:
+    draft, embedding = make({key: value for key, value in options.items() if key != "fc_norm"})
+    draft.config = replace(draft.config, ptd_token_id=21)  # a row that no text uses
+    config, tensors = publish(draft, embedding)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    family = published_files.find_published_family(published_files.read_flat_config(tmp_path))
+    assert family is PEAGLE
+    files: Any = registry.get(family).files
+    target = replace(TARGET, hidden_size=16, vocab_size=23, num_layers=4, feature_layers=[1, 2, 3])
+    found = files.read_published_draft(tmp_path, target, Tokens(), lambda: (embedding, embedding))
+    assert find_family(found.config) is PEAGLE and not found.notes
+    read = files.build_module(found.config, torch.empty(0), 1.0)
+    read.load_state_dict(found.tensors)
+    assert read.config == draft.config
+    row = make_row(7, 12, [(3, 12)])
+    for ours in (draft, read):
+        context = ours.read_rows(ours.choose_embedding(embedding)[row.ids[1:]], row.features[:-1])
+        states = ours.draft_from(context, torch.tensor([5]), ours.choose_embedding(embedding), DEPTHS)
+        slow = draft_slowly(draft, row.ids[:7], row.features[:6], embedding, DEPTHS)
+        torch.testing.assert_close(ours.lm_head(states)[0], slow, rtol=1e-4, atol=1e-4)
+
+
+def test_a_published_draft_without_a_mask_token_or_of_one_that_texts_use_is_refused(tmp_path: Path) -> None:
+    draft, embedding = make({})
+    files: Any = registry.get(PEAGLE).files
+    target = replace(TARGET, hidden_size=16, vocab_size=23, num_layers=4, feature_layers=[1, 2, 3])
+    save_file(
+        {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}, tmp_path / "model.safetensors"
+    )
+    for changed, message in (
+        ({"ptd_token_id": None}, "expected one, as ptd_token_id or mask_token_id or pard_token"),
+        ({"mask_token_id": 21}, r"mask tokens \[5, 21\], expected one"),
+        ({}, "mask_token_id is 5, the token .* of ordinary text"),
+        ({"ptd_token_id": 21, "num_hidden_layers": 2}, "missing tensors .*layers.1.input_layernorm.weight"),
+    ):
+        config = build_peagle_config(draft.config, [1, 2, 3], 4, [7]) | changed
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
+            files.read_published_draft(tmp_path, target, Tokens(), lambda: (embedding, embedding))

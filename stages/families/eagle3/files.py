@@ -86,10 +86,8 @@ class PublishedLayers:
     defaults: Mapping[str, Any] = field(default_factory=lambda: {"norm_before_residual": True})  # vLLM's of speculators
     required_values: Mapping[str, Any] = field(default_factory=lambda: REQUIRED_VALUES)
     find_problem: FindProblem = eagle3_checkpoint.find_draft_problem
-    # (config.json, tensors, what reads the target's tables, notes) -> further keys; it may change the tensors
-    read_more: Callable[[dict, dict[str, Tensor], ReadEmbeddingAndHead, list[str]], dict[str, Any]] = (
-        lambda raw, tensors, read_tables, notes: {}
-    )
+    # (config.json, tensors, notes) -> further keys; it may change the tensors and add notes
+    read_more: Callable[[dict, dict[str, Tensor], list[str]], dict[str, Any]] = lambda raw, tensors, notes: {}
 
 
 def read_published_draft(
@@ -132,7 +130,7 @@ def read_published_draft(
     published_files.note_few_positions(draft.max_position_embeddings, target, notes)
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
     with published_files.name_config(folder):
-        more = kind.read_more(raw, tensors, read_embedding_and_head, notes)
+        more = kind.read_more(raw, tensors, notes)
     if not more.get("own_embedding"):
         published_files.drop_copies(tensors, ["embed_tokens.weight"], read_embedding_and_head, notes)
     _fill_head(folder, raw, draft, tensors, read_embedding_and_head, notes)

@@ -8,6 +8,7 @@ Ours is the first, which vLLM loads with `method: eagle3, parallel_drafting: tru
 both train a copy of the target's embedding, which is kept where it differs. NVIDIA's Automodel writes pard_token.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +47,30 @@ class Files(eagle3_files.Files):
         """Compare the draft's mask token with the target's tokenizer, too."""
         weights = manifest.resolve_weights_folder(target)
         tokenizer = chat_template.load_tokenizer(weights, params.target.trust_remote_code, target.chat_template)
+        tables = functools.partial(manifest.read_embedding_and_head, target)
+        return self.read_published_draft(folder, target, tokenizer, tables, item.rope_theta)
 
-        def read_more(
-            raw: dict[str, Any], tensors: dict[str, Tensor], read_tables: ReadEmbeddingAndHead, notes: list[str]
-        ) -> dict[str, Any]:
-            more = read_own_parts(raw, tensors, read_tables, notes)
+    def read_published_draft(
+        self,
+        folder: Path,
+        target: TargetManifest,
+        tokenizer: Any,
+        read_tables: ReadEmbeddingAndHead,
+        rope_theta: float | None = None,
+    ) -> PublishedDraft:
+        """Read the draft in `folder` for `target`, whose tokenizer is `tokenizer`. Raises as EAGLE-3's reader."""
+
+        def read_more(raw: dict[str, Any], tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Any]:
+            more = _read_own_parts(raw, tensors, read_tables, notes)
             notes += filter(None, [mask_token.check_published_mask_token(more[MASK_TOKEN_KEY], tokenizer, target)])
             return more
 
         required = {key: value for key, value in REQUIRED_VALUES.items() if key != "num_hidden_layers"}
         kind = PublishedLayers(self.facts.title, {}, required, self.find_problem, read_more)
-        return eagle3_files.read_published_draft(
-            folder, target, lambda: manifest.read_embedding_and_head(target), item.model, item.rope_theta, kind
-        )
+        return eagle3_files.read_published_draft(folder, target, read_tables, rope_theta=rope_theta, kind=kind)
 
 
-def read_own_parts(
+def _read_own_parts(
     raw: dict[str, Any], tensors: dict[str, Tensor], read_tables: ReadEmbeddingAndHead, notes: list[str]
 ) -> dict[str, Any]:
     """Return config.json's keys beyond EAGLE-3's, and give the tensors the names and shapes of ours.
