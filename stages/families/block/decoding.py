@@ -13,6 +13,7 @@ E head width, K feature layers, H hidden, D drafts of a block, S num_steps, V vo
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, arange, cat, int64, stack
 
@@ -32,11 +33,12 @@ class BlockDrafter(Drafter):
 
     def __init__(
         self,
-        draft: BlockDraft,
+        draft: Any,  # BlockDraft, or one like it
         embedding: Tensor,  # [V, H] the target's
         head: Tensor,  # [V, H] the target's
         feature_layers: Sequence[int],
         tree_scoring: str,  # a key of draft_tree.TREE_SCORINGS
+        offsets: Tensor | None = None,  # [V] of the head's ids to the target's; None: they are the same
     ):
         self.draft, self.feature_layers, self.tree_scoring = draft, feature_layers, tree_scoring
         config = draft.config
@@ -44,7 +46,8 @@ class BlockDrafter(Drafter):
         self.cache_heads = config.num_hidden_layers * config.num_key_value_heads  # the layers' side by side
         self.cache_head_dim = config.head_dim
         self.embedding, self.head = embedding, head
-        self.expansion = FusedBlockExpansion(draft, embedding.new_zeros(len(head), dtype=int64))
+        offsets = embedding.new_zeros(len(head), dtype=int64) if offsets is None else offsets
+        self.expansion = FusedBlockExpansion(draft, offsets)
 
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> "BlockMethod":
         return BlockMethod(self, shape, draft_temperature)

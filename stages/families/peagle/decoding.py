@@ -14,7 +14,6 @@ from torch import Tensor
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import Drafter
 from stages.families.block.decoding import BlockDrafter, BlockMethod
-from stages.families.block.kernels import FusedBlockExpansion
 from stages.families.block.model import BlockContext, build_dense_attention
 from stages.families.draft_files import LoadedDraft
 from stages.families.peagle.model import PEagleDraft
@@ -28,12 +27,8 @@ class PEagleDrafter(BlockDrafter):
     draft: PEagleDraft
 
     def __init__(self, draft: PEagleDraft, embedding: Tensor, feature_layers: Sequence[int], tree_scoring: str):
-        self.draft, self.feature_layers, self.tree_scoring = draft, feature_layers, tree_scoring
-        self.module, self.feature_width = draft, draft.fc.in_features
-        self.cache_heads = draft.config.num_hidden_layers * draft.config.num_key_value_heads
-        self.cache_head_dim = draft.config.head_dim
-        self.embedding, self.head = draft.choose_embedding(embedding), draft.lm_head.weight
-        self.expansion = FusedBlockExpansion(draft, draft.d2t)
+        tables = draft.choose_embedding(embedding), draft.lm_head.weight
+        super().__init__(draft, *tables, feature_layers, tree_scoring, draft.d2t)
 
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> BlockMethod:
         """Raise ValueError for sampled drafts."""

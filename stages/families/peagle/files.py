@@ -23,7 +23,7 @@ from stages.families.eagle3.files import REQUIRED_VALUES, PublishedLayers
 from stages.families.peagle.model import MASK_TOKEN_KEY, PEagleConfig, PEagleDraft
 from stages.params import schema
 from stages.params.draft_sections import ImportedCheckpoint
-from stages.target import chat_template, manifest
+from stages.target import manifest
 from stages.target.manifest import TargetManifest
 
 MASK_TOKEN_KEYS = (MASK_TOKEN_KEY, "mask_token_id", "pard_token")
@@ -41,12 +41,19 @@ class Files(eagle3_files.Files):
 
     config_type, draft_type = PEagleConfig, PEagleDraft
 
+    def list_feature_layers(self, config: dict[str, Any], target: TargetManifest) -> list[int]:
+        """Raise ValueError for a target of images, whose embeddings vLLM gives no draft of the kind."""
+        if target.modality != "text":
+            raise ValueError(
+                f"{self.facts.title} drafts for targets of text alone, expected one, and {target.model} reads images"
+            )
+        return super().list_feature_layers(config, target)
+
     def read_published(
         self, folder: Path, item: ImportedCheckpoint, params: schema.Params, target: TargetManifest
     ) -> PublishedDraft:
         """Compare the draft's mask token with the target's tokenizer, too."""
-        weights = manifest.resolve_weights_folder(target)
-        tokenizer = chat_template.load_tokenizer(weights, params.target.trust_remote_code, target.chat_template)
+        tokenizer = mask_token.load_tokenizer(params, target)
         tables = functools.partial(manifest.read_embedding_and_head, target)
         return self.read_published_draft(folder, target, tokenizer, tables, item.rope_theta)
 

@@ -12,24 +12,23 @@ Letters as in training/ttt.py; Q slots after the first.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stages.draft.eagle3 import DraftConfig
-from stages.families.block.mask_token import choose_mask_token
+from stages.families.block import mask_token as mask_tokens
 from stages.families.draft_files import LoadedDraft
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.eagle3.training import Training as Eagle3Training
-from stages.families.peagle.files import build_peagle_config
+from stages.families.peagle.files import Files, build_peagle_config
 from stages.families.peagle.model import PEagleConfig, PEagleDraft
 from stages.hidden_states import reader
 from stages.hidden_states.reader import TRAIN_FOLDER
 from stages.params import schema
 from stages.params.draft_sections import TrainDraft
 from stages.params.families import PEagleSegment, Segment
-from stages.target import chat_template, manifest
 from stages.target.manifest import TargetManifest
 from stages.training import attention_mask, chunked_loss, packed_rows, ttt
 from stages.training.packed_rows import LossOutput, PackIndex, PackObjective, PackRow
@@ -60,12 +59,8 @@ class PEagleObjective(ttt.TrainingObjective):
     seed: int = 0
 
     def build_pack(self, rows: Sequence[PackRow], pack_index: PackIndex, pinned: bool) -> TrainingPack:
-        (seed,) = np.random.SeedSequence((self.seed, *pack_index)).generate_state(1).tolist()
-        generator = torch.Generator().manual_seed(seed)
-
-        def select(supervised: Tensor) -> Tensor:
-            return sample_depths(supervised, self.ratio, self.least_ratio, generator)
-
+        generator = pack_index.seed_generator(self.seed)
+        select = partial(sample_depths, ratio=self.ratio, least_ratio=self.least_ratio, generator=generator)
         pack = TrainingPack.from_rows(rows, self.num_steps, self.loss_mask, pinned, select)
         return replace(pack, batch_tokens=self.batch_tokens)
 
@@ -146,17 +141,15 @@ class Training(Eagle3Training):
         """The sizes, the vocabulary and the head are those of e000."""
         segment, (root_config, root) = params.train_draft.checkpoints[name], eagle3_checkpoint.read_root_draft()
         assert isinstance(segment, PEagleSegment), name
-        tokenizer = chat_template.load_tokenizer(
-            manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
-        )
         try:
-            mask_token = choose_mask_token(tokenizer, target, reader.list_tokens(TRAIN_FOLDER))
+            tokenizer, held = mask_tokens.load_tokenizer(params, target), reader.list_tokens(TRAIN_FOLDER)
+            mask_token = mask_tokens.choose_mask_token(tokenizer, target, held)
             sizes = replace(DraftConfig.from_json(root_config), norm_output=False)  # no step follows another
             config = PEagleConfig(**vars(sizes), num_hidden_layers=segment.layers, ptd_token_id=mask_token)
             draft = initialise_draft(config, params.train_draft.seed, root)
         except ValueError as error:
             raise ValueError(f"params.yaml: train_draft.checkpoints.{name}: {error}") from None
-        layers = eagle3_checkpoint.read_feature_layers(root_config, target.num_layers)
+        layers = Files(self.facts).list_feature_layers(root_config, target)
         ids = layers, target.num_layers, target.eos_token_ids
         return LoadedDraft(self.facts, draft, build_peagle_config(config, *ids, params.train_draft.dtype), layers)
 
