@@ -50,7 +50,7 @@ ROOMS = {
     "stages/target": (2800, 3165),
     "stages/hidden_states": (1300,),
     "stages/draft stages/families": (6000, 6800),
-    "stages/training": (1900, 2045),
+    "stages/training": (1900, 2052),
     "stages/trees stages/replay": (1200,),
     "stages/engine": (3000,),
     "stages/engines stages/measuring": (4300, 4554),

@@ -9,7 +9,7 @@ Sources: llama_eagle3.py of SGLang 0.5.17 and of vLLM, and the eagle3 model of s
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from stages.draft import published_files
-from stages.draft.checkpoint import FindProblem
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.draft.published_files import PublishedDraft, ReadEmbeddingAndHead
 from stages.families.draft_files import DraftFiles
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.params import schema
 from stages.params.draft_sections import ImportedCheckpoint
+from stages.params.families import EAGLE3
 from stages.target import manifest
 from stages.target.feature_layers import NUM_EAGLE3_FEATURES, locate_feature_layers
 from stages.target.manifest import TargetManifest
@@ -52,6 +52,8 @@ REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vo
 class Files(DraftFiles):
     """EAGLE-3 drafts; e000, from which every family starts, is one (init_draft)."""
 
+    published_defaults: Mapping[str, Any] = {"norm_before_residual": True}
+    required_values: Mapping[str, Any] = REQUIRED_VALUES
     config_type: type[DraftConfig] = DraftConfig
     draft_type: Callable[[Any], Eagle3Draft] = Eagle3Draft
 
@@ -74,20 +76,14 @@ class Files(DraftFiles):
         self, folder: Path, item: ImportedCheckpoint, params: schema.Params, target: TargetManifest
     ) -> PublishedDraft:
         return read_published_draft(
-            folder, target, lambda: manifest.read_embedding_and_head(target), item.model, item.rope_theta
+            folder, target, lambda: manifest.read_embedding_and_head(target), item.model, item.rope_theta, self
         )
 
-
-@dataclass(frozen=True)
-class PublishedLayers:
-    """The published drafts of a family with EAGLE-3's layer, where they differ from EAGLE-3's."""
-
-    title: str = "EAGLE-3"
-    defaults: Mapping[str, Any] = field(default_factory=lambda: {"norm_before_residual": True})  # vLLM's of speculators
-    required_values: Mapping[str, Any] = field(default_factory=lambda: REQUIRED_VALUES)
-    find_problem: FindProblem = eagle3_checkpoint.find_draft_problem
-    # (config.json, tensors, notes) -> further keys; it may change the tensors and add notes
-    read_more: Callable[[dict, dict[str, Tensor], list[str]], dict[str, Any]] = lambda raw, tensors, notes: {}
+    def read_more(
+        self, raw: dict[str, Any], tensors: dict[str, Tensor], read_tables: ReadEmbeddingAndHead, notes: list[str]
+    ) -> dict[str, Any]:
+        """Return keys of a published config.json beyond EAGLE-3's; may change the tensors, and add notes."""
+        return {}
 
 
 def read_published_draft(
@@ -96,15 +92,15 @@ def read_published_draft(
     read_embedding_and_head: ReadEmbeddingAndHead,
     name: str = "",
     rope_theta: float | None = None,
-    kind: PublishedLayers | None = None,  # None: EAGLE-3's
+    files: Files | None = None,  # of its family; None: EAGLE-3's
 ) -> PublishedDraft:
     """Read the draft in `folder` for `target`; `name` is the user's name for it.
 
     `rope_theta` overrides the value of its config. Raises ValueError for sizes or feature layers that do not fit the
     target, for an unsupported architecture, and for missing or corrupt files.
     """
-    kind = kind or PublishedLayers()
-    raw = published_files.read_flat_config(folder, kind.defaults)
+    files = files or Files(EAGLE3)
+    raw = published_files.read_flat_config(folder, files.published_defaults)
     if published_files.is_block_config(raw):
         raise ValueError(
             f"{folder}/config.json: architectures is {raw.get('architectures')}, a block draft, expected an EAGLE-3 draft, from "
@@ -112,7 +108,9 @@ def read_published_draft(
         )
     eagle = raw.get("eagle_config") or {}
     stated = {**raw, **{f"eagle_config.{key}": value for key, value in eagle.items()}}
-    published_files.check_values(folder, ((key, stated.get(key), value) for key, value in kind.required_values.items()))
+    published_files.check_values(
+        folder, ((key, stated.get(key), value) for key, value in files.required_values.items())
+    )
     published_files.check_sizes(folder, raw, REQUIRED_SIZES, target)
     notes: list[str] = []
     sizes, options = _read_sizes(raw), _read_options(raw, notes)
@@ -130,7 +128,7 @@ def read_published_draft(
     published_files.note_few_positions(draft.max_position_embeddings, target, notes)
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
     with published_files.name_config(folder):
-        more = kind.read_more(raw, tensors, notes)
+        more = files.read_more(raw, tensors, read_embedding_and_head, notes)
     if not more.get("own_embedding"):
         published_files.drop_copies(tensors, ["embed_tokens.weight"], read_embedding_and_head, notes)
     _fill_head(folder, raw, draft, tensors, read_embedding_and_head, notes)
@@ -139,9 +137,9 @@ def read_published_draft(
     dtype = published_files.unify_dtype(folder, tensors)
     draft, ids = replace(draft, qk_norm=options["qk_norm"]), (layers, target.num_layers, target.eos_token_ids)
     config = eagle3_checkpoint.build_eagle3_config(draft, *ids, dtype, [*sizes]) | more
-    if problem := kind.find_problem(config, tensors):
+    if problem := files.find_problem(config, tensors):
         raise ValueError(
-            f"{folder}, by config.json, is no {kind.title} draft that we can run: {problem}. Expected one layer that reads "
+            f"{folder}, by config.json, is no {files.facts.title} draft that we run: {problem}. Expected one layer that reads "
             "[embedding, state], a fusion of three feature layers, no biases; EAGLE-1 and -2, deeper, MLA and quantised are not"
         )
     return PublishedDraft(config, tensors, {k: v for k, v in options.items() if v}, notes)
