@@ -290,10 +290,8 @@ class DraftKind:
         if shape.letter != "t":
             return f"{engine} drafts {SHAPES['t']}"
         if self.family.drafts_in_parallel and not facts.drafts_in_parallel:
-            able = join_words(
-                [f"{other.title} {other.drafts_in_parallel}" for other in SERVED.values() if other.drafts_in_parallel]
-            )
-            return f"{facts.title} runs no {self.title}, whose drafts come in one pass, expected {able} or later"
+            able = [f"{other.title} {first}" for other in SERVED.values() if (first := other.drafts_in_parallel)]
+            return f"{facts.title} runs no {self.title}, whose drafts come in one pass, expected {join_words(able)} or later"
         if not (whole := self.whole_block):
             return facts.explain_unserved(shape)
         if shape.topk > 1:
@@ -325,7 +323,8 @@ class DraftKind:
             )
         if not self.family.is_replayed:
             return f"{TORCH_ONLY}: {self._explain_own_engines()}"
-        return f"{TORCH_ONLY}: {', '.join(f'{facts.title} runs {facts.runs}' for facts in SERVED.values())}"
+        able = [x for x in SERVED.values() if x.drafts_in_parallel or not self.family.drafts_in_parallel]
+        return f"{TORCH_ONLY}: {', '.join(f'{facts.title} runs {facts.runs}' for facts in able)}"
 
     def _explain_own_engines(self) -> str:
         """Return which engines run a family that is not replayed, in words."""

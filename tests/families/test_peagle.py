@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from stages.draft import published_files
 from stages.engine.decode import Engine
+from stages.engines import registry as engines
+from stages.engines.protocol import describe_draft
 from stages.families import registry
 from stages.families.eagle3.files import read_published_draft
 from stages.families.peagle import replay as peagle_replay
@@ -51,8 +53,8 @@ def make(options: dict[str, Any], scale: float = 0.4, **sizes: Any) -> tuple[PEa
     config = PEagleConfig(**{**vars(CONFIG), **sizes, **options, "ptd_token_id": 5})
     draft = PEagleDraft(config)
     scatter(draft, scale, 1)
-    generator = torch.Generator().manual_seed(2)
-    chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
+    chosen = torch.randperm(config.vocab_size, generator=(generator := torch.Generator().manual_seed(2)))
+    chosen = chosen[: config.draft_vocab_size].sort().values
     draft.d2t.copy_(chosen - torch.arange(len(chosen)))
     draft.t2d[chosen] = True
     return draft.requires_grad_(False), torch.randn(config.vocab_size, config.hidden_size, generator=generator)
@@ -85,15 +87,13 @@ def draft_slowly(draft: PEagleDraft, ids: Tensor, features: Tensor, embedding: T
 
 
 def test_depths_are_sampled_as_the_paper_says() -> None:
-    mask = torch.zeros(400, dtype=torch.bool)
-    mask[50:350] = True
+    mask = (torch.arange(400) >= 50) & (torch.arange(400) < 350)
     supervised = build_supervision_mask(mask, torch.zeros(400, dtype=torch.int64), 6, "aligned")
     kept = training.sample_depths(supervised, 0.7, 0.2, torch.Generator().manual_seed(3))
-    count = int(supervised[0].sum())
-    assert kept.sum(1).tolist() == [count, *(int((count - d) * max(0.7**d, 0.2)) for d in range(1, 6))]
+    count = int(supervised[0].sum())  # of which the first depth has all
+    assert kept.sum(1).tolist() == [int((count - d) * max(0.7**d, 0.2)) for d in range(6)]
     assert not (kept & ~supervised).any() and not (kept[1:] & ~kept[:-1]).any()
-    every = training.sample_depths(supervised, 1.0, 1.0, torch.Generator())
-    assert torch.equal(every, supervised)
+    assert torch.equal(training.sample_depths(supervised, 1.0, 1.0, torch.Generator()), supervised)
 
 
 @every_option
@@ -103,9 +103,8 @@ def test_the_loss_is_the_mean_over_all_that_is_trained_and_every_weight_learns(o
     rows = [make_row(5, 40, [(5, 38)]), make_row(1, 20, [(4, 9), (12, 20)])]
     objective = training.PEagleObjective(DEPTHS, ratio=0.7, least_ratio=0.2, seed=1)
     pack, again = (objective.build_pack(rows, PackIndex(0, 3, 0), pinned=False) for _ in range(2))
-    assert torch.equal(pack.pair_state, again.pair_state)
-    other = objective.build_pack(rows, PackIndex(1, 3, 0), pinned=False)
-    assert not torch.equal(pack.query_tokens, other.query_tokens)
+    other = objective.build_pack(rows, PackIndex(1, 3, 0), pinned=False).query_tokens
+    assert torch.equal(pack.pair_state, again.pair_state) and not torch.equal(pack.query_tokens, other)
     found = training.compute_loss(draft.requires_grad_(True), pack, embedding, head, objective)
     losses, chosen = torch.zeros(DEPTHS), draft.t2d.nonzero()[:, 0]
     for depth, queries in enumerate(pack.queries_per_step):
@@ -204,19 +203,17 @@ def test_a_config_tells_its_family_and_engines_run_chains_of_it_or_say_who_does(
     assert find_family(config) is PEAGLE and config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (config["num_hidden_layers"], config["ptd_token_id"]) == (3, 5)
     assert PEagleConfig.from_json(config) == draft.config
-    kind = DraftKind(PEAGLE)
-    assert kind.explain_unserved("vllm", TreeShape(3, 1, 4)) is None
-    assert kind.explain_unserved("sglang", TreeShape(3, 1, 4)) == (
-        "SGLang runs no P-EAGLE, whose drafts come in one pass, expected vLLM 0.16 or later"
-    )
-    files = registry.get(PEAGLE).files
-    assert files.find_problem(config, draft.state_dict()) == ""
-    without = {k: v for k, v in config.items() if k != "ptd_token_id"}
-    assert "lacks 'ptd_token_id'" in files.find_problem(without, draft.state_dict())
-    assert "mask_hidden" in files.find_problem(
-        config, {k: v for k, v in draft.state_dict().items() if k != "mask_hidden"}
-    )
-    assert "sliding_window is 4" in files.find_problem(config | {"sliding_window": 4}, draft.state_dict())
+    chain, files, tensors = TreeShape(3, 1, 4), registry.get(PEAGLE).files, draft.state_dict()
+    flags = engines.get("vllm").build_speculation_flags(describe_draft("drafts/p", config, chain, "EAGLE3"), config)
+    told = {"method": "eagle3", "model": "drafts/p", "parallel_drafting": True, "num_speculative_tokens": 3}
+    assert json.loads(flags[1]) == told and DraftKind(PEAGLE).explain_unserved("vllm", chain) is None
+    refused = "SGLang runs no P-EAGLE, whose drafts come in one pass, expected vLLM 0.16 or later"
+    assert DraftKind(PEAGLE).explain_unserved("sglang", chain) == refused
+    assert files.find_problem(config, tensors) == ""
+    assert "lacks 'ptd_token_id'" in files.find_problem(config | {"ptd_token_id": None}, tensors)
+    assert "sliding_window is 4" in files.find_problem(config | {"sliding_window": 4}, tensors)
+    del tensors["mask_hidden"]
+    assert "missing tensors ['mask_hidden']" in files.find_problem(config, tensors)
 
 
 def publish_as_aws(draft: PEagleDraft, embedding: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -241,25 +238,23 @@ def publish_as_speculators(draft: PEagleDraft, embedding: Tensor) -> tuple[dict[
 @pytest.mark.parametrize("publish", [publish_as_aws, publish_as_speculators])
 @every_option
 def test_published_drafts_are_read_into_our_form(tmp_path: Path, publish: Any, options: dict[str, Any]) -> None:
-    draft, embedding = make({key: value for key, value in options.items() if key != "fc_norm"})
+    draft, embedding = make(options)
     config, tensors = publish(draft, embedding)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    family = published_files.find_published_family(published_files.read_flat_config(tmp_path))
-    assert family is PEAGLE
-    files: Any = registry.get(family).files
+    assert published_files.find_published_family(published_files.read_flat_config(tmp_path)) is PEAGLE
+    files: Any = registry.get(PEAGLE).files
     target = replace(TARGET, hidden_size=16, vocab_size=23, num_layers=4, feature_layers=[1, 2, 3])
     found = read_published_draft(tmp_path, target, lambda: (embedding, embedding), files=files)
     assert find_family(found.config) is PEAGLE and not found.notes
     read = files.build_module(found.config, torch.empty(0), 1.0)
     read.load_state_dict(found.tensors)
     assert read.config == draft.config
-    row = make_row(7, 12, [(3, 12)])
-    for ours in (draft, read):
-        context = ours.read_rows(ours.choose_embedding(embedding)[row.ids[1:]], row.features[:-1])
-        states = ours.draft_from(context, torch.tensor([5]), ours.choose_embedding(embedding), DEPTHS)
-        slow = draft_slowly(draft, row.ids[:7], row.features[:6], embedding, DEPTHS)
-        torch.testing.assert_close(ours.lm_head(states)[0], slow, rtol=1e-4, atol=1e-4)
+    row, table = make_row(7, 12, [(3, 12)]), read.choose_embedding(embedding)
+    context = read.read_rows(table[row.ids[1:]], row.features[:-1])
+    states = read.draft_from(context, torch.tensor([5]), table, DEPTHS)
+    slow = draft_slowly(draft, row.ids[:7], row.features[:6], embedding, DEPTHS)
+    torch.testing.assert_close(read.lm_head(states)[0], slow, rtol=1e-4, atol=1e-4)
 
 
 def test_a_published_draft_without_one_mask_token_or_a_layer_is_refused(tmp_path: Path) -> None:
