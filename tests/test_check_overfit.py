@@ -18,7 +18,7 @@ from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import slot_pool
 from stages.engine.decode_state import PrefillOutput
 from stages.engine.target_runner import TargetRunner
-from stages.families.block import training as block_start
+from stages.families.block import mask_token
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.eagle3.overfit import Eagle3Overfit
 from stages.params import schema
@@ -240,7 +240,7 @@ class Tokenizer:
 def with_blocks(overfit_project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The project with segments of block drafts, whose steps are enough to learn a row; e000 has learned one before."""
     before = (overfit_project / "params.yaml").read_text()
-    monkeypatch.setattr(block_start.chat_template, "load_tokenizer", lambda *_: Tokenizer())
+    monkeypatch.setattr(mask_token.chat_template, "load_tokenizer", lambda *_: Tokenizer())
     edit_params(overfit_project, {
         "train_draft": {"checkpoints": SEGMENTS}, "check_overfit": {"steps": 200, "learning_rate": 0.01, "min_tau": 3.5},
         "replay_trees": {"checkpoints": ["e003"]}, "benchmark": {"checkpoints": ["e003"], "trees": ["t3_1_4"]},

@@ -29,17 +29,17 @@ ROWS = {"train": 10, "eval": 3, "eval_t": 0}
 CHECKPOINTS = {
     "eagle1": {"from": "e000", "epochs": 1, "method": "eagle"},
     "eagle3ep": {"from": "eagle1", "epochs": 2, "method": "eagle"},
-    "eagle_straight": {"from": "e000", "epochs": 3, "method": "eagle"},
     "heads1": {"from": "e000", "epochs": 1, "method": "medusa", "heads": 3},
     "heads3": {"from": "heads1", "epochs": 2, "method": "medusa", "heads": 3},
-    "heads_straight": {"from": "e000", "epochs": 3, "method": "medusa", "heads": 3},
+    "peagle1": {"from": "e000", "epochs": 1, "method": "peagle", "layers": 2},
+    "peagle3": {"from": "peagle1", "epochs": 2, "method": "peagle", "layers": 2},
     "e003": {"from": "e000", "epochs": 1},
 }
 ROOM = 12
 CELLS = {  # checkpoint and shape
     "eagle3": ("e003", "t3_2_6"), "eagle2": ("eagle3ep", "t3_2_6"), "eagle": ("eagle3ep", "s3_8"),
     "medusa": ("heads3", "s3_8"), "lookahead": ("ahead", "l3_3_3"), "ngram": ("lookup", "n2_1_4"),
-    "suffix": ("suffixes", "x8_4"),
+    "suffix": ("suffixes", "x8_4"), "peagle": ("peagle3", "t3_1_4"),
 }  # fmt: skip
 BUILTIN = {
     "ahead": {"model": "builtin/lookahead"},

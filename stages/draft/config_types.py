@@ -32,10 +32,11 @@ DRAFT_KEYS: dict[Any, str] = {
     "max_position_embeddings target_hidden_size sliding_window swa_window_size",
     Layers: "num_hidden_layers num_target_layers",
     Number: "rms_norm_eps rope_theta",
-    int: "mask_token_id block_size markov_rank conv_kernel_size conv_group_size selector_rank selector_top_k",
+    int: "mask_token_id ptd_token_id pard_token block_size markov_rank conv_kernel_size conv_group_size selector_rank "
+    "selector_top_k",
     list[int]: "target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids",
     bool: "use_sliding_window sliding_window_non_causal is_causal causal use_swa tie_word_embeddings fc_norm use_aux_norm "
-    "norm_output norm_before_fc norm_before_residual enable_confidence_head confidence_head_with_markov",
+    "norm_output norm_before_fc norm_before_residual own_embedding enable_confidence_head confidence_head_with_markov",
 }
 SECTIONS = ("eagle_config", "dflash_config", "dspark_config", "transformer_layer_config")  # with keys of DRAFT_KEYS
 

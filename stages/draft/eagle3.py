@@ -23,8 +23,9 @@ V target vocabulary, A attention heads, G key-value heads, E head width.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class DraftConfig:
     sliding_window: int | None = None  # W
 
     @classmethod
-    def from_json(cls, config: dict[str, Any]) -> "DraftConfig":
+    def from_json(cls, config: dict[str, Any]) -> Self:
         """Return the fields found in a draft's config.json; its other keys are ignored.
 
         Raises ValueError for a missing key and a wrong value.
@@ -88,22 +89,33 @@ class RMSNorm(nn.Module):
 
 
 class DraftAttention(nn.Module):
-    """Projections of the concatenated [embedding, hidden] (2H); `attend_prefix_and_ancestors` computes the attention."""
+    """Projections of rows to queries, keys and values, with norms of queries and keys per head or without."""
 
-    def __init__(self, c: DraftConfig):
+    def __init__(self, c: Any, num_inputs: int, qk_norm: bool):
         super().__init__()
-        self.q_proj = nn.Linear(2 * c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.head_dim, self.qk_norm = c.head_dim, qk_norm
+        self.q_proj = nn.Linear(num_inputs, c.num_attention_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(num_inputs, c.num_key_value_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(num_inputs, c.num_key_value_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
-        if c.qk_norm:
+        if qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(c.head_dim, c.rms_norm_eps) for _ in "qk")
+
+    def compute_queries(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Return rotated queries [..., A, E] of normed rows x [..., num_inputs]."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        return apply_rotary(self.q_norm(q) if self.qk_norm else q, *rope)
+
+    def compute_keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and values, [..., G, E] each, of normed rows x [..., num_inputs]."""
+        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return apply_rotary(self.k_norm(k) if self.qk_norm else k, *rope), v
 
 
 class DraftMLP(nn.Module):
     """Gated SiLU feed-forward block of the draft layer."""
 
-    def __init__(self, c: DraftConfig):
+    def __init__(self, c: Any):
         super().__init__()
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
@@ -114,15 +126,23 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Weights of the one decoder layer."""
+    """A decoder layer, whose attention reads `num_inputs` numbers of each row; of `norms` it has those named."""
 
-    def __init__(self, c: DraftConfig):
+    input_layernorm: RMSNorm  # for the embedding; of a layer that reads no embedding, for its input
+    hidden_norm: RMSNorm  # for the fused features or the recurrent state
+
+    def __init__(self, c: Any, num_inputs: int, qk_norm: bool, norms: Sequence[str]):
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)  # for the embedding
-        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)  # for the fused features or the recurrent state
-        self.self_attn = DraftAttention(c)
+        for name in norms:
+            self.add_module(name, RMSNorm(c.hidden_size, c.rms_norm_eps))
+        self.self_attn = DraftAttention(c, num_inputs, qk_norm)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = DraftMLP(c)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Return the output [..., H] from the attention's residual [..., H] and attended [..., A, E]."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3Draft(RotaryModule):
@@ -142,7 +162,7 @@ class Eagle3Draft(RotaryModule):
     def _add_layers(self, c: DraftConfig) -> None:
         """Add the modules with weights, and the vocabulary; EAGLE's draft has others."""
         self.fc = nn.Linear(NUM_EAGLE3_FEATURES * c.hidden_size, c.hidden_size, bias=False)
-        self.midlayer = DraftLayer(c)
+        self.midlayer = DraftLayer(c, 2 * c.hidden_size, c.qk_norm, ("input_layernorm", "hidden_norm"))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
         if c.norm_before_fc:
@@ -182,14 +202,11 @@ class Eagle3Draft(RotaryModule):
 
     def compute_queries(self, layer_input: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Return rotated queries [..., A, E] from the layer input [..., 2H]."""
-        q = self.midlayer.self_attn.q_proj(layer_input).unflatten(-1, (-1, self.config.head_dim))
-        return apply_rotary(self.midlayer.self_attn.q_norm(q) if self.config.qk_norm else q, *rope)
+        return self.midlayer.self_attn.compute_queries(layer_input, rope)
 
     def compute_keys_values(self, layer_input: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values, [..., G, E] each, from the layer input [..., 2H]."""
-        k = self.midlayer.self_attn.k_proj(layer_input).unflatten(-1, (-1, self.config.head_dim))
-        v = self.midlayer.self_attn.v_proj(layer_input).unflatten(-1, (-1, self.config.head_dim))
-        return apply_rotary(self.midlayer.self_attn.k_norm(k) if self.config.qk_norm else k, *rope), v
+        return self.midlayer.self_attn.compute_keys_values(layer_input, rope)
 
     def select_residual(self, hidden: Tensor, layer_input: Tensor) -> Tensor:
         """Return the residual of the attention: here hidden [..., H] before its norm; EAGLE overrides it with the layer input."""
@@ -199,8 +216,7 @@ class Eagle3Draft(RotaryModule):
         """Return the layer's output [..., H] from its residual, hidden [..., H] before the norm, and attended [..., A, E]."""
         if self.config.norm_before_residual:
             hidden = self.midlayer.hidden_norm(hidden)
-        hidden = hidden + self.midlayer.self_attn.o_proj(attended.flatten(-2))
-        hidden = hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
+        hidden = self.midlayer.finish(hidden, attended)
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def normalise_output(self, state: Tensor) -> Tensor:

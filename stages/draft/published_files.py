@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stages.draft import checkpoint
 from stages.draft.config_types import check_types
-from stages.params.families import BLOCKS, ROOT_FAMILY, DraftFamily
+from stages.params.families import BLOCKS, FAMILIES, ROOT_FAMILY, DraftFamily
 from stages.runtime import guarded_files
 from stages.target.manifest import TargetManifest
 
@@ -126,7 +126,10 @@ def is_block_config(raw: Mapping[str, Any]) -> bool:
 
 def find_published_family(raw: Mapping[str, Any]) -> DraftFamily:
     """Return the family whose files a published config.json is of: of a block draft any of theirs, which are read alike."""
-    return next(iter(BLOCKS.values())) if is_block_config(raw) else ROOT_FAMILY
+    if is_block_config(raw):
+        return next(iter(BLOCKS.values()))
+    named = {*(raw.get("architectures") or []), raw.get("speculators_model_type"), *raw}  # some are told by a key alone
+    return next((family for family in FAMILIES.values() if named & {*family.published_as}), ROOT_FAMILY)
 
 
 def check_values(folder: Path, values: Iterable[tuple[str, Any, Any]]) -> None:

@@ -69,13 +69,12 @@ class VLLM(protocol.ServingEngine):
                              "(make serving-env), or name another server in benchmark_served.servers.vllm")  # fmt: skip
 
     def build_speculation_flags(self, draft: protocol.ServedDraft, config: protocol.Info) -> list[str]:
-        numbers = draft.shape.numbers if isinstance(draft.shape, NamedShape) else ()
-        # Of suffix decoding its package arctic-inference drafts, which must be installed beside it.
-        sizes = dict(zip(OWN_SIZES.get(draft.family.name, ()), numbers, strict=False))
-        method = (
-            {"method": draft.family.name} if numbers else {"method": draft.algorithm.lower(), "model": draft.folder}
-        )
-        return [CONFIG_FLAG, json.dumps(method | sizes | {"num_speculative_tokens": draft.shape.num_steps})]
+        shape, method = draft.shape, {"method": draft.algorithm.lower(), "model": draft.folder}
+        more: dict[str, Any] = {"parallel_drafting": True} if draft.family.drafts_in_parallel else {}
+        if isinstance(shape, NamedShape):  # suffix decoding is that of arctic-inference, to be installed beside it
+            method = {"method": draft.family.name}
+            more = dict(zip(OWN_SIZES[draft.family.name], shape.numbers, strict=False))
+        return [CONFIG_FLAG, json.dumps(method | more | {"num_speculative_tokens": shape.num_steps})]
 
     def samples_drafts(self, draft: protocol.ServedDraft, flags: Sequence[str], environment: Mapping[str, str]) -> bool:
         """It does so if told by draft_sample_method."""

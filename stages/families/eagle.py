@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from stages.draft.eagle3 import (
     SIZE_KEYS,
     DraftConfig,
-    DraftMLP,
+    DraftLayer,
     Eagle3Draft,
-    RMSNorm,
     attend_prefix_and_ancestors,
     build_prefix_mask,
     compute_first_state,
@@ -57,14 +56,7 @@ class EagleDraft(Eagle3Draft):
 
     def _add_layers(self, c: DraftConfig) -> None:
         self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size)
-        self.midlayer = nn.Module()
-        self.midlayer.self_attn = nn.Module()
-        for name, heads_ in (("q", c.num_attention_heads), ("k", c.num_key_value_heads), ("v", c.num_key_value_heads)):
-            linear = nn.Linear(c.hidden_size, heads_ * c.head_dim, bias=False)
-            self.midlayer.self_attn.add_module(f"{name}_proj", linear)
-        self.midlayer.self_attn.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
-        self.midlayer.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.midlayer.mlp = DraftMLP(c)
+        self.midlayer = DraftLayer(c, c.hidden_size, qk_norm=False, norms=())
 
     @classmethod
     def initialise(cls, config: DraftConfig, head: Tensor, seed: int, logits_scale: float = 1.0) -> "EagleDraft":

@@ -34,6 +34,11 @@ from stages.families.eagle3 import overfit as eagle3_overfit
 from stages.families.eagle3 import replay as eagle3_replay
 from stages.families.eagle3 import training as eagle3_training
 from stages.families.overfit_run import OverfitRun
+from stages.families.peagle import decoding as peagle_decoding
+from stages.families.peagle import files as peagle_files
+from stages.families.peagle import overfit as peagle_overfit
+from stages.families.peagle import replay as peagle_replay
+from stages.families.peagle import training as peagle_training
 from stages.params import families, schema
 from stages.params.families import DraftFamily
 from stages.target.manifest import TargetManifest
@@ -65,6 +70,10 @@ def _list_families() -> list[Family]:
         Family(
             f.EAGLE3, eagle3_files.Files(f.EAGLE3), eagle3_decoding.build_drafter, eagle3_training.Training(f.EAGLE3),
             eagle3_overfit.build_overfit, eagle3_replay.build_replay,
+        ),
+        Family(
+            f.PEAGLE, peagle_files.Files(f.PEAGLE), peagle_decoding.build_drafter, peagle_training.Training(f.PEAGLE),
+            peagle_overfit.build_overfit, peagle_replay.build_replay,
         ),
         *(
             Family(

@@ -113,9 +113,9 @@ def _list_differences(name: str, segment: Segment, parent: str, start: Segment) 
 
 class TrainDraft(Section):
     # one chained stage each: `epochs` more from `from`, where e000 is made by init_draft; epochs null: 1 to 20 by the
-    # rows; {}: none. Of another method: {from: e000, epochs: 9, method: eagle}, or method: medusa with heads: 4; block
-    # drafts: {from: e000, epochs: 9, method: dflash, layers: 2, block_size: 8, anchors: 64}, or dspark, with
-    # markov_rank: 32, or dflash2 (docs/training.md)
+    # rows; {}: none. Of another method: {from: e000, epochs: 9, method: eagle}, or medusa with heads: 4, or peagle with
+    # layers: 2; block drafts: {from: e000, epochs: 9, method: dflash, layers: 2, block_size: 8, anchors: 64}, or dspark,
+    # with markov_rank: 32, or dflash2 (docs/training.md)
     checkpoints: dict[Name, AnySegment]
     ttt_steps: Count = 7  # training-time test, EAGLE-3 section 3.1
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of step k is decay**k

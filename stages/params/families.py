@@ -68,6 +68,17 @@ class MedusaSegment(Segment):
         return DraftKind(self.family, self.heads)
 
 
+class PEagleSegment(Segment):
+    """A P-EAGLE draft (families/peagle), which starts from random weights with the sizes of e000's layer."""
+
+    of_training = Segment.of_training | {"down_sample_ratio", "down_sample_ratio_min"}
+    method: Literal["peagle"]  # type: ignore[assignment]
+    layers: Count  # published drafts have 2 to 4
+    # of the positions, that each further draft is trained at, and the least of all; 1: all (families/peagle/training.py)
+    down_sample_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7
+    down_sample_ratio_min: Annotated[float, Field(gt=0, le=1)] = 0.2
+
+
 class BlockSegment(Segment):
     """A block draft (families/block/model.py), which starts from random weights with the sizes of e000's layer."""
 
@@ -121,6 +132,9 @@ class DraftFamily:
     shapes: str = "t"  # first letters of the shapes that it drafts
     depth_of: str = "its guesses"  # what bounds the depth of a shape, in words
     architecture: str | None = None  # in config.json, by which SGLang and vLLM load the draft
+    config_key: str | None = None  # of config.json, by which its drafts differ from e000's of the same architecture
+    published_as: tuple[str, ...] = ()  # in files of other projects: architectures, speculators_model_type, keys
+    drafts_in_parallel: bool = False  # a pass of EAGLE-3's layers drafts a chain: engines need their own way to run it
     # SGLang's --speculative-algorithm; in lower case vLLM's; None: that of benchmark_served.servers
     algorithm: str | None = None
     is_replayed: bool = True  # by replay_trees; time_cycles and servers run it too
@@ -169,7 +183,6 @@ class BlockFamily(DraftFamily):
         1  # the slot that predicts the first draft: 1 where slots predict themselves, 0 from the anchor on
     )
     own_sizes: tuple[str, ...] = ()  # keys of config.json, beside those of DFlash, which a segment may have too
-    published_as: tuple[str, ...] = ()  # in files of other projects: architectures, speculators_model_type
     loss: BlockLossWeights = BlockLossWeights()
 
     def find_depth(self, config: Mapping[str, Any]) -> int | None:
@@ -177,6 +190,13 @@ class BlockFamily(DraftFamily):
 
 
 EAGLE3 = DraftFamily("eagle3", "EAGLE-3", "eagle3.{}", Segment, has_root=True)
+PEAGLE = DraftFamily(
+    "peagle", "P-EAGLE", "peagle.{}", PEagleSegment, algorithm="EAGLE3", config_key="ptd_token_id", drafts_in_parallel=True,
+    published_as=(
+        "PEagleSpeculator", "PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "peagle", "ptd_token_id",
+        "pard_token",
+    ),
+)  # fmt: skip
 DFLASH = BlockFamily(
     "dflash", "DFlash", architecture="DFlashDraftModel", algorithm="DFLASH", published_as=("DFlashSpeculator", "dflash")
 )  # decay as in SpecForge's recipes at block 16
@@ -198,7 +218,7 @@ MEDUSA = DraftFamily("medusa", "Medusa", "medusa", MedusaSegment, "s", depth_of=
 NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False)
 LOOKAHEAD = DraftFamily("lookahead", "lookahead", "lookahead", shapes="l", is_replayed=False)
 SUFFIX = DraftFamily("suffix", "suffix decoding", "suffix", shapes="x", is_replayed=False)
-FAMILIES = {f.name: f for f in (EAGLE3, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD, SUFFIX)}
+FAMILIES = {f.name: f for f in (EAGLE3, PEAGLE, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD, SUFFIX)}
 ROOT_FAMILY = next(family for family in FAMILIES.values() if family.has_root)  # of e000
 BUILTINS = {f"{BUILTIN}{name}": family for name, family in FAMILIES.items() if family.segment is None}
 TRAINABLE = {name: family.segment for name, family in FAMILIES.items() if family.segment}
@@ -227,7 +247,8 @@ def find_family(config: Mapping[str, Any]) -> DraftFamily:
     named = config.get("architectures") or ()
     by_name = {family.architecture: family for family in FAMILIES.values() if family.architecture}
     found = next((by_name[name] for name in named if name in by_name), None)
-    return found or FAMILIES.get(str(config.get("method")), ROOT_FAMILY)
+    by_key = (family for family in FAMILIES.values() if family.config_key and family.config_key in config)
+    return found or next(by_key, None) or FAMILIES.get(str(config.get("method")), ROOT_FAMILY)
 
 
 @dataclass(frozen=True)
@@ -268,6 +289,9 @@ class DraftKind:
             return f"aerie starts no {engine} with {self.family.title}: {self._explain_own_engines()}"
         if shape.letter != "t":
             return f"{engine} drafts {SHAPES['t']}"
+        if self.family.drafts_in_parallel and not facts.drafts_in_parallel:
+            able = [f"{other.title} {first}" for other in SERVED.values() if (first := other.drafts_in_parallel)]
+            return f"{facts.title} runs no {self.title}, whose drafts come in one pass, expected {join_words(able)} or later"
         if not (whole := self.whole_block):
             return facts.explain_unserved(shape)
         if shape.topk > 1:
@@ -299,7 +323,8 @@ class DraftKind:
             )
         if not self.family.is_replayed:
             return f"{TORCH_ONLY}: {self._explain_own_engines()}"
-        return f"{TORCH_ONLY}: {', '.join(f'{facts.title} runs {facts.runs}' for facts in SERVED.values())}"
+        able = [x for x in SERVED.values() if x.drafts_in_parallel or not self.family.drafts_in_parallel]
+        return f"{TORCH_ONLY}: {', '.join(f'{facts.title} runs {facts.runs}' for facts in able)}"
 
     def _explain_own_engines(self) -> str:
         """Return which engines run a family that is not replayed, in words."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +33,12 @@ class PackIndex(NamedTuple):
     epoch: int
     step: int  # of the epoch
     pack: int  # of the step
+
+    def seed_generator(self, seed: int) -> torch.Generator:
+        """Return a generator of what is drawn for this pack, by train_draft.seed."""
+        # torch's generator uses 32 bits of a seed: SeedSequence mixes all four numbers into them
+        (mixed,) = np.random.SeedSequence((seed, *self)).generate_state(1).tolist()
+        return torch.Generator().manual_seed(mixed)
 
 
 @dataclass(kw_only=True)

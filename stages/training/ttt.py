@@ -32,7 +32,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ class TrainingObjective:
     small_packs: bool = False
 
     @classmethod
-    def of_settings(cls, settings: TrainDraft, num_steps: int, logits_scale: float) -> "TrainingObjective":
+    def of_settings(cls, settings: TrainDraft, num_steps: int, logits_scale: float) -> Self:
         """Return the objective of settings that have batch_tokens."""
         weights = settings.ttt_decay, settings.mask, settings.loss
         return cls(num_steps, *weights, settings.batch_tokens or 0, logits_scale, settings.reach_floor)
@@ -139,11 +139,21 @@ class TrainingPack(SupervisedPack):
         )
 
     @classmethod
-    def from_rows(cls, rows: Sequence[PackRow], num_steps: int, loss_mask: str, pinned: bool = False) -> "TrainingPack":
+    def from_rows(
+        cls,
+        rows: Sequence[PackRow],
+        num_steps: int,
+        loss_mask: str,
+        pinned: bool = False,
+        select: Callable[[Tensor], Tensor] = lambda supervised: (
+            supervised
+        ),  # [L, T]: which of the supervised are trained
+    ) -> "TrainingPack":
         """Build a pack on the CPU, in pinned memory for a GPU."""
         packed = PackedRows.concatenate(rows, pinned)
         # [L, T]
-        supervised = build_supervision_mask(torch.cat([r.mask for r in rows]), packed.row_index, num_steps, loss_mask)
+        mask = torch.cat([r.mask for r in rows])
+        supervised = select(build_supervision_mask(mask, packed.row_index, num_steps, loss_mask))
         # Sorted by their last supervised step, the queries of every step are a prefix of all queries.
         num_unrolled = (supervised * torch.arange(1, num_steps + 1)[:, None]).amax(0)  # [T]
         query_tokens = torch.sort(num_unrolled, descending=True, stable=True).indices[: int((num_unrolled > 0).sum())]

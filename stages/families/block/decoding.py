@@ -13,13 +13,13 @@ E head width, K feature layers, H hidden, D drafts of a block, S num_steps, V vo
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor, arange, cat, stack
+from torch import Tensor, arange, cat, int64, stack
 
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.engine.sampling import draw_tokens
-from stages.families.block.expansion import check_block_tree
 from stages.families.block.kernels import FusedBlockExpansion
 from stages.families.block.model import BlockContext, BlockDraft
 from stages.families.draft_files import LoadedDraft
@@ -33,11 +33,12 @@ class BlockDrafter(Drafter):
 
     def __init__(
         self,
-        draft: BlockDraft,
+        draft: Any,  # BlockDraft, or one like it
         embedding: Tensor,  # [V, H] the target's
         head: Tensor,  # [V, H] the target's
         feature_layers: Sequence[int],
         tree_scoring: str,  # a key of draft_tree.TREE_SCORINGS
+        offsets: Tensor | None = None,  # [V] of the head's ids to the target's; None: they are the same
     ):
         self.draft, self.feature_layers, self.tree_scoring = draft, feature_layers, tree_scoring
         config = draft.config
@@ -45,7 +46,8 @@ class BlockDrafter(Drafter):
         self.cache_heads = config.num_hidden_layers * config.num_key_value_heads  # the layers' side by side
         self.cache_head_dim = config.head_dim
         self.embedding, self.head = embedding, head
-        self.expansion = FusedBlockExpansion(draft, self.head.device)
+        offsets = embedding.new_zeros(len(head), dtype=int64) if offsets is None else offsets
+        self.expansion = FusedBlockExpansion(draft, offsets)
 
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> "BlockMethod":
         return BlockMethod(self, shape, draft_temperature)
@@ -65,8 +67,15 @@ class BlockDrafter(Drafter):
         new = self.draft.project_context(features.to(self.draft.fc.weight.dtype), positions)
         self.view_context(slots, len(features), slots.capacity).write(new, positions)
 
-    def draft_states(self, slots: CacheSlots, state: DecodeState, anchors: Tensor, visible_length: int) -> Tensor:
-        """Read the last cycle's rows -> the drafting states [B, D, H] of the blocks at the bonus tokens `anchors` [B]."""
+    def read_prompt(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, count: int) -> None:
+        """Read the first `count` rows of a prompt."""
+        assert prefill.features is not None
+        self.extend_context(slot, prefill.features[None, :count], slot.positions[None, :count])
+
+    def draft_states(
+        self, slots: CacheSlots, state: DecodeState, anchors: Tensor, visible_length: int, num_steps: int
+    ) -> Tensor:
+        """Read the last cycle's rows -> the drafting states [B, S, H] after the bonus tokens `anchors` [B]."""
         num_slots, count = state.next_tokens.shape
         if slots.has_dynamic_shapes:
             count = int(state.num_verified)
@@ -74,7 +83,7 @@ class BlockDrafter(Drafter):
         self.extend_context(slots, state.features[:, :count], positions)
         context = self.view_context(slots, num_slots, visible_length)
         hidden = self.draft.forward_cached(self.embedding, anchors, state.cache_length[:, 0], context)
-        return self.draft.select_drafting_slots(hidden)
+        return self.draft.select_drafting_slots(hidden)[:, :num_steps]
 
 
 class BlockMethod(DraftingMethod):
@@ -82,8 +91,7 @@ class BlockMethod(DraftingMethod):
 
     def __init__(self, drafter: BlockDrafter, tree: TreeShape, draft_temperature: float | None = None):
         """draft_temperature: None for greedy drafts."""
-        config = drafter.draft.config
-        check_block_tree(tree, config.vocab_size, config.num_drafts, config.selector_top_k)
+        drafter.draft.check_tree(tree)
         if draft_temperature is not None and tree.topk > 1:
             raise ValueError(
                 f"{tree.name}: topk is {tree.topk} and benchmark.draft_sampling sampled, expected a chain; set it to greedy, or "
@@ -109,15 +117,14 @@ class BlockProposer(Proposer):
     def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
         """Read a prompt but for its last row, which the first cycle reads."""
         assert prefill.features is not None
-        features, last = prefill.features, len(prefill.features) - 1  # [T, K*H]
-        state.features[0, 0] = features[-1]
-        if last:
-            self.drafter.extend_context(slot, features[None, :last], slot.positions[None, :last])
+        state.features[0, 0] = prefill.features[-1]
+        if last := len(prefill.features) - 1:  # [T, K*H]
+            self.drafter.read_prompt(slot, prompt, prefill, last)
 
     def propose(self, slots: CacheSlots, state: DecodeState, visible_length: int) -> tuple[trees.DraftTree, Tensor]:
         draft, head = self.drafter.draft, self.drafter.head
         roots = state.next_tokens.gather(1, state.num_verified - 1)  # [B, 1]
-        states = self.drafter.draft_states(slots, state, roots[:, 0], visible_length)[:, : self.tree.num_steps]
+        states = self.drafter.draft_states(slots, state, roots[:, 0], visible_length, self.tree.num_steps)
         if self.draft_temperature is not None:
             tree = self._build_chain(*self._sample_drafts(slots, state, states, roots[:, 0], self.draft_temperature))
         elif self.tree.topk == 1:

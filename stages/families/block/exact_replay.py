@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stages.families.block.expansion import check_block_tree, expand_block
+from stages.families.block.expansion import expand_block
 from stages.families.block.model import BlockDraft
 from stages.params.tree_shape import SGLANG_SCORING, TreeShape
 from stages.replay.replay import PositionTables, ReplayOutput, mark_cycle_starts
@@ -91,7 +91,7 @@ def replay_block_trees(
 ) -> ReplayOutput:
     """Replay trees over the blocks of all positions. Raises ValueError for a tree that can't be built from such blocks."""
     for tree in trees:
-        check_block_tree(tree, draft.config.vocab_size, draft.config.num_drafts, draft.config.selector_top_k)
+        draft.check_tree(tree)
     tables = PositionTables(trees, len(states), tree_scoring, states.device)
     for start in range(0, len(states), positions_per_batch):
         batch = slice(start, min(start + positions_per_batch, len(states)))

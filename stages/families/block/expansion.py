@@ -11,25 +11,10 @@ import torch
 from torch import Tensor
 
 from stages.families.block.model import BlockDraft
-from stages.params.tree_shape import SGLANG_SCORING, TreeShape
+from stages.params.tree_shape import SGLANG_SCORING
 from stages.trees import draft_tree
-from stages.trees.draft_tree import Candidates, check_tree
+from stages.trees.draft_tree import Candidates
 from stages.trees.expansion import count_logit_rows
-
-
-def check_block_tree(tree: TreeShape, vocab_size: int, num_drafts: int, num_candidates: int = 0) -> None:
-    """Raise ValueError for a tree that can't be built from blocks of `num_drafts` drafts, of `num_candidates` each if not 0."""
-    check_tree(tree, vocab_size)
-    if num_candidates and tree.topk > num_candidates:
-        raise ValueError(
-            f"{tree.name}: topk is {tree.topk}, expected at most {num_candidates}, the candidates of the draft's selector "
-            "(selector_top_k); lower topk"
-        )
-    if tree.num_steps > num_drafts:
-        raise ValueError(
-            f"{tree.name}: num_steps is {tree.num_steps}, expected at most {num_drafts}, the drafts of a block; lower "
-            "num_steps, or train a wider block"
-        )
 
 
 def expand_block(

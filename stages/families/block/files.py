@@ -36,7 +36,7 @@ from stages.families.draft_files import DraftFiles
 from stages.params import schema
 from stages.params.draft_sections import ImportedCheckpoint
 from stages.params.families import BLOCKS, DraftKind
-from stages.target import chat_template, manifest
+from stages.target import manifest
 from stages.target.feature_layers import locate_feature_layers, to_entering_ids
 from stages.target.manifest import TargetManifest
 
@@ -97,9 +97,7 @@ class Files(DraftFiles):
         self, folder: Path, item: ImportedCheckpoint, params: schema.Params, target: TargetManifest
     ) -> PublishedDraft:
         """Compare the draft's mask token with the target's tokenizer, too."""
-        tokenizer = chat_template.load_tokenizer(
-            manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
-        )
+        tokenizer = mask_token.load_tokenizer(params, target)
         return read_published_block_draft(
             folder, target, tokenizer, lambda: manifest.read_embedding_and_head(target), item.rope_theta
         )

@@ -5,21 +5,21 @@ A vocabulary of 150,000 logits is read once for each slot, all slots at once whe
 Letters: B prompts, S num_steps, H hidden, K topk, V vocabulary, C candidates.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from stages.engine.target_kernels import select_kernels
-from stages.families.block.model import BlockDraft
 from stages.trees.draft_tree import Candidates
 
 
 class FusedBlockExpansion:
     """The expansion of a draft's blocks."""
 
-    def __init__(self, draft: BlockDraft, device: torch.device):
-        self.draft, self.kernels = draft, select_kernels(device)
-        # Its d2t: draft ids are the target's.
-        self.no_offsets = torch.zeros(draft.config.vocab_size, dtype=torch.int64, device=device)
+    def __init__(self, draft: Any, offsets: Tensor):
+        """`offsets` [V] of the ids of logits to the target's; zeros of a block draft."""
+        self.draft, self.kernels, self.offsets = draft, select_kernels(offsets.device), offsets
 
     def expand(
         self,
@@ -44,14 +44,15 @@ class FusedBlockExpansion:
             scores, indices = k.select_topk(successors.flatten(0, 1), topk, tree_scoring)
             return scores, of_slot.get_tokens(indices.view(prompts, -1, topk)).flatten(0, 1)
 
-        beam, tokens = score(0, anchors)  # [B, K]
+        beam, ids = score(0, anchors)  # [B, K]
+        tokens = ids + self.offsets[ids]
         found = Candidates.allocate(beam, tokens, num_steps)
         tokens, numbers = tokens.flatten(), torch.arange(topk, device=device).repeat(prompts, 1)
         no_mask = torch.zeros(prompts, topk, 1, dtype=torch.bool, device=device)  # a block's nodes attend to no other
         for step in range(1, num_steps):
             scores, ids = score(step, tokens)
             beam, numbers, _, tokens, _ = k.extend_beam(
-                step, beam, numbers, no_mask, scores, ids, self.no_offsets, found, tree_scoring
+                step, beam, numbers, no_mask, scores, ids, self.offsets, found, tree_scoring
             )
         return found
 

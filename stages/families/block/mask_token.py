@@ -11,10 +11,17 @@ from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
-from stages.target import chat_template
+from stages.params import schema
+from stages.target import chat_template, manifest
 from stages.target.manifest import TargetManifest
 
 RESERVED = re.compile(r"reserved|unused|extra", re.IGNORECASE)
+
+
+def load_tokenizer(params: schema.Params, target: TargetManifest) -> Any:
+    """Return the target's tokenizer."""
+    folder = manifest.resolve_weights_folder(target)
+    return chat_template.load_tokenizer(folder, params.target.trust_remote_code, target.chat_template)
 
 
 def choose_mask_token(tokenizer: Any, target: TargetManifest, held: Collection[int] = ()) -> int:

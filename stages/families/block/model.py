@@ -54,9 +54,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stages.draft.eagle3 import DraftMLP, RMSNorm, apply_rotary
+from stages.draft.eagle3 import DraftAttention, DraftLayer, RMSNorm
 from stages.draft.rotary import RotaryModule
 from stages.families.block.config import EVERYTHING, BlockDraftConfig, Sight
+from stages.params.tree_shape import TreeShape
+from stages.trees.draft_tree import check_tree
 
 # Attention of block rows: queries [N, Q, A, E], keys and values [N, S + Q, G, E] -> [N, Q, A, E].
 BlockAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -78,15 +80,11 @@ class BlockContext(NamedTuple):
             cached[request, positions] = written
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(DraftLayer):
     """One Qwen3 layer."""
 
     def __init__(self, c: BlockDraftConfig):
-        super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = BlockProjections(c)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = DraftMLP(c)  # type: ignore[arg-type]  # it reads the two sizes alone
+        super().__init__(c, c.hidden_size, qk_norm=True, norms=("input_layernorm",))
         self.attention_conv, self.mlp_conv = (BlockConvolution(c) if c.conv_kernel_size else None for _ in range(2))
 
     def prepare_attention(
@@ -102,13 +100,11 @@ class BlockLayer(nn.Module):
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Return the layer's output [N, Q, H] from its input and attended [N, Q, A, E]."""
+        if self.attention_conv is None or self.mlp_conv is None:
+            return super().finish(hidden, attended)
         out = self.self_attn.o_proj(attended.flatten(-2))
-        if self.attention_conv is not None:
-            out = self.attention_conv(out, self.input_layernorm(hidden), 1)
-        hidden = hidden + out
+        hidden = hidden + self.attention_conv(out, self.input_layernorm(hidden), 1)
         x = self.post_attention_layernorm(hidden)
-        if self.mlp_conv is None:
-            return hidden + self.mlp(x)
         return hidden + self.mlp_conv(self.mlp(self.mlp_conv(x, x, 0)), x, 1)
 
 
@@ -138,32 +134,10 @@ class BlockConvolution(nn.Module):
         return mixed
 
 
-class BlockProjections(nn.Module):
-    """Projections of block rows and of the context, with norms of queries and keys per head."""
-
-    def __init__(self, c: BlockDraftConfig):
-        super().__init__()
-        self.head_dim = c.head_dim
-        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
-        self.q_norm, self.k_norm = (RMSNorm(c.head_dim, c.rms_norm_eps) for _ in "qk")
-
-    def compute_queries(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Return rotated queries [..., A, E] of x [..., H]."""
-        return apply_rotary(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), *rope)
-
-    def compute_keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values [..., G, E] of x [..., H]: normed block rows, or the context c."""
-        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
-        return apply_rotary(self.k_norm(k), *rope), v
-
-
 class LayerParts(NamedTuple):
     """How the parts of a layer around its attention are run: training on a GPU compiles them."""
 
-    project_context: Callable[..., tuple[Tensor, Tensor]] = BlockProjections.compute_keys_values
+    project_context: Callable[..., tuple[Tensor, Tensor]] = DraftAttention.compute_keys_values
     prepare_attention: Callable[..., tuple[Tensor, Tensor, Tensor]] = BlockLayer.prepare_attention
     finish: Callable[..., Tensor] = BlockLayer.finish
 
@@ -330,6 +304,21 @@ class BlockDraft(RotaryModule):
 
         attentions = build_attentions(self.config, build)
         return self.forward_blocks(embedding, anchor_tokens[:, None], lengths[:, None], context, attentions)[:, 0]
+
+    def check_tree(self, tree: TreeShape) -> None:
+        """Raise ValueError for a tree that can't be built from its blocks."""
+        c = self.config
+        check_tree(tree, c.vocab_size)
+        if c.selector_top_k and tree.topk > c.selector_top_k:
+            raise ValueError(
+                f"{tree.name}: topk is {tree.topk}, expected at most {c.selector_top_k}, the candidates of the draft's selector "
+                "(selector_top_k); lower topk"
+            )
+        if tree.num_steps > c.num_drafts:
+            raise ValueError(
+                f"{tree.name}: num_steps is {tree.num_steps}, expected at most {c.num_drafts}, the drafts of a block; lower "
+                "num_steps, or train a wider block"
+            )
 
     def select_drafting_slots(self, hidden: Tensor) -> Tensor:
         """Return the states [..., D, H] that predict drafts, of a block's hidden states [..., B, H]."""

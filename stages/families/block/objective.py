@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -149,10 +148,9 @@ class BlockTrainingObjective:
         """Build a pack on the CPU, its anchors drawn by the seed and `pack_index`."""
         is_supervised = torch.cat([r.mask for r in rows])
         documents = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(r.ids) for r in rows]))
-        # torch's generator uses 32 bits of a seed: SeedSequence mixes all four numbers into them
-        (seed,) = np.random.SeedSequence((self.seed, *pack_index)).generate_state(1).tolist()
-        generator = torch.Generator().manual_seed(seed)
-        anchors = block_loss.sample_anchors(is_supervised, documents, self.num_anchors, generator)
+        anchors = block_loss.sample_anchors(
+            is_supervised, documents, self.num_anchors, pack_index.seed_generator(self.seed)
+        )
         return BlockPack.at_anchors(rows, anchors, self.num_steps, pinned)
 
     def list_weights(self) -> list[float]:

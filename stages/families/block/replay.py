@@ -52,8 +52,9 @@ class BlockReplay(DraftReplay):
     def replay(
         self, batch: ReplayBatch, trees: Sequence[TreeShape], num_positions: int, traced: Sequence[int]
     ) -> ReplayOutput:
-        positions = self._find_positions(batch)
-        states = self._compute_states(batch, positions.anchors, num_positions)
+        num_drafts = self.count_drafts(trees)
+        positions = self._find_positions(batch, num_drafts)
+        states = self._compute_states(batch, positions.anchors, num_positions, num_drafts)
         return exact_replay.replay_block_trees(
             self.draft, self.head, states, positions, trees, self.tree_scoring, num_positions, traced
         )
@@ -62,9 +63,10 @@ class BlockReplay(DraftReplay):
     def trace(self, batch: ReplayBatch, cycle_starts: Tensor, tree: TreeShape, num_positions: int) -> TreeCycles:
         """Return the cycles of one tree, row by row: a block is drafted again at every anchor of a cycle."""
         row, position = cycle_starts.nonzero(as_tuple=True)  # [C]
-        positions = self._find_positions(batch)
+        num_drafts = self.count_drafts([tree])
+        positions = self._find_positions(batch, num_drafts)
         index = (positions.counts.cumsum(0) - positions.counts)[row] + position
-        states = self._compute_states(batch, positions.anchors[index], num_positions)[:, : tree.num_steps]
+        states = self._compute_states(batch, positions.anchors[index], num_positions, num_drafts)[:, : tree.num_steps]
         anchor_tokens, following = positions.anchor_tokens[index], positions.following[index, : tree.num_steps]
         groups = zip(states.split(num_positions), anchor_tokens.split(num_positions), strict=True)
         expanded = [expand_block(self.draft, self.head, *group, tree.topk, self.tree_scoring) for group in groups]
@@ -78,49 +80,57 @@ class BlockReplay(DraftReplay):
     ) -> ExpectedCounts:
         """Return the expected counts of the chains of the first 1, 2, ... drafts, if these are sampled as the answers were."""
         assert batch.last is not None, "collated with keeps_last"
-        positions = self._find_positions(batch)
-        states = self._compute_states(batch, positions.anchors, num_positions)
+        num_drafts = self.draft.config.num_drafts
+        positions = self._find_positions(batch, num_drafts)
+        states = self._compute_states(batch, positions.anchors, num_positions, num_drafts)
         last = batch.last.flatten(0, 1)[positions.anchors]
         return replay_sampled_drafts(
             self.draft, self.head, states, last, positions, temperature, top_p, self.logits_scale
         )
 
-    def _find_positions(self, batch: ReplayBatch) -> AnswerPositions:
+    def count_drafts(self, trees: Sequence[TreeShape]) -> int:
+        """Return how many drafts a pass makes: the whole block."""
+        return self.draft.config.num_drafts
+
+    def _find_positions(self, batch: ReplayBatch, num_drafts: int) -> AnswerPositions:
         """Find the positions of padded rows; anchors are indices into the flattened rows."""
         ids = batch.ids
         row_starts = torch.arange(len(ids), device=ids.device) * ids.shape[1]  # [B] index of each row's first token
         bounds = row_starts, row_starts + batch.starts, row_starts + batch.ends
-        return AnswerPositions.build(ids.flatten(), *bounds, self.draft.config.num_drafts)
+        return AnswerPositions.build(ids.flatten(), *bounds, num_drafts)
 
-    def _compute_states(self, batch: ReplayBatch, anchors: Tensor, num_positions: int) -> Tensor:
+    def _compute_states(self, batch: ReplayBatch, anchors: Tensor, num_positions: int, num_drafts: int) -> Tensor:
         """Return the drafting states [L, D, H] of the blocks at anchors [L], ascending indices into the flattened rows.
 
         Each row is a pack of its own, so that no anchor is compared with the context of other rows.
         """
-        c, ids, features = self.draft.config, batch.ids, batch.features
+        ids, features = batch.ids, batch.features
         num_rows, length = ids.shape
         bounds = torch.arange(num_rows + 1, device=ids.device) * length
         offsets = torch.searchsorted(anchors, bounds).tolist()
-        positions = torch.arange(length, device=ids.device)
-        parts = [features.new_zeros(0, c.num_drafts, c.hidden_size)]
+        parts = [features.new_zeros(0, num_drafts, self.draft.config.hidden_size)]
         for row, (i, j) in enumerate(pairwise(offsets)):
             if i < j:
                 row_anchors = anchors[i:j] - row * length
                 size = int(row_anchors[-1]) + 1  # tokens up to the last anchor
-                chunk = min(num_positions, self._count_anchors_per_batch(size, ids.device))
-                documents = torch.zeros_like(positions[:size])
-                pack = ReplayPack(ids[row, :size], features[row, :size], positions[:size], documents)
-                parts.append(compute_anchor_states(self.draft, self.embedding, pack, row_anchors, chunk))
+                parts.append(
+                    self.draft_row(ids[row, :size], features[row, :size], row_anchors, num_positions, num_drafts)
+                )
         return torch.cat(parts)
 
-    def _count_anchors_per_batch(self, num_tokens: int, device: torch.device) -> int:
+    def draft_row(self, ids: Tensor, features: Tensor, anchors: Tensor, num_positions: int, num_drafts: int) -> Tensor:
+        """Return the drafting states [R, D, H] at anchors [R] of one row, ids [S] and features [S, K*H]."""
+        chunk = min(num_positions, self.count_anchors_per_batch(len(ids), self.draft.config.block_size))
+        pack = ReplayPack(ids, features, torch.arange(len(ids), device=ids.device), torch.zeros_like(ids))
+        return compute_anchor_states(self.draft, self.embedding, pack, anchors, chunk)
+
+    def count_anchors_per_batch(self, num_tokens: int, num_slots: int) -> int:
         """Return how many anchors, each attending to a context of `num_tokens`, keep the attention logits of a layer within
         MAX_INTERMEDIATE_ELEMENTS: R blocks of B slots have R B (S + R B) logits a head.
         """
-        c = self.draft.config
-        per_head = MAX_INTERMEDIATE_ELEMENTS[device.type] // c.num_attention_heads
+        per_head = MAX_INTERMEDIATE_ELEMENTS[self.embedding.device.type] // self.draft.config.num_attention_heads
         rows = (math.sqrt(num_tokens**2 + 4 * per_head) - num_tokens) / 2  # R B
-        return max(1, int(rows) // c.block_size)
+        return max(1, int(rows) // num_slots)
 
 
 def build_replay(

@@ -8,7 +8,7 @@ from torch import Tensor
 from stages.draft.eagle3 import DraftConfig
 from stages.families.block import objective
 from stages.families.block.config import BlockDraftConfig, Sight, build_block_config, parse_block_config
-from stages.families.block.mask_token import choose_mask_token
+from stages.families.block.mask_token import choose_mask_token, load_tokenizer
 from stages.families.block.model import BlockDraft
 from stages.families.draft_files import LoadedDraft
 from stages.families.draft_training import DraftTraining
@@ -18,7 +18,6 @@ from stages.hidden_states.reader import TRAIN_FOLDER
 from stages.params import schema
 from stages.params.draft_sections import TrainDraft
 from stages.params.families import BlockSegment, Segment
-from stages.target import chat_template, manifest
 from stages.target.feature_layers import choose_block_feature_layers
 from stages.target.manifest import TargetManifest
 from stages.training.packed_rows import PackObjective
@@ -72,10 +71,8 @@ class Training(DraftTraining):
         assert isinstance(segment, BlockSegment), name
         root, _ = eagle3_checkpoint.read_root_draft()
         longest, held = int(reader.read_index(TRAIN_FOLDER)["length"].max() or 0), reader.list_tokens(TRAIN_FOLDER)
-        folder = manifest.resolve_weights_folder(target)
-        tokenizer = chat_template.load_tokenizer(folder, params.target.trust_remote_code, target.chat_template)
         try:
-            mask_token = choose_mask_token(tokenizer, target, held)
+            mask_token = choose_mask_token(load_tokenizer(params, target), target, held)
             sizes = choose_sizes(segment, DraftConfig.from_json(root), target, mask_token)
             config = build_block_config(sizes, target.num_layers, params.train_draft.compute_dtype)
             if sizes.max_position_embeddings < (end := longest + sizes.block_size):  # engines prepare no later ones

@@ -5,7 +5,7 @@ on every write and read. config.json says which feature layers the draft reads: 
 and are not written; other layers are, in each engine's convention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from stages.draft import rotary
-from stages.draft.checkpoint import find_shape_problem, list_shapes, locate_checkpoint, read_draft, write_draft
+from stages.draft.checkpoint import (
+    FindProblem,
+    find_shape_problem,
+    list_shapes,
+    locate_checkpoint,
+    read_draft,
+    write_draft,
+)
 from stages.draft.config_types import check_types
 from stages.draft.eagle3 import SIZE_KEYS, DraftConfig, Eagle3Draft
 from stages.draft.published_files import unify_rope_parameters
@@ -121,22 +128,26 @@ def read_feature_layers(config: dict[str, Any], num_layers: int) -> list[int]:
     return next(iter(list_feature_layers(config, num_layers).values()))
 
 
-def write_eagle3_draft(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def write_eagle3_draft(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], find_problem: FindProblem | None = None
+) -> None:
     """Write `folder`/draft atomically. Raises AssertionError for names, shapes, maps or weights that an engine would misread.
 
     The maps of a draft over the whole vocabulary are left out: vLLM (0.32, llama_eagle3.py) then knows no parameter of that
     name and does not start; SGLang takes ids as they are.
     """
     left_out = VOCABULARY_MAPS if config["draft_vocab_size"] == config["vocab_size"] else ()
-    write_draft(folder, config, tensors, find_draft_problem, left_out)
+    write_draft(folder, config, tensors, find_problem or find_draft_problem, left_out)
 
 
-def read_eagle3_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_eagle3_draft(
+    folder: Path, made_by: str, title: str = "EAGLE-3", find_problem: FindProblem | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and the tensors of `folder`/draft.
 
     Raises ValueError that names missing, unknown or misshapen tensors.
     """
-    return read_draft(folder, made_by, "EAGLE-3 draft", find_draft_problem, _add_whole_vocabulary)
+    return read_draft(folder, made_by, f"{title} draft", find_problem or find_draft_problem, _add_whole_vocabulary)
 
 
 def read_root_draft() -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -151,12 +162,17 @@ def _add_whole_vocabulary(config: dict[str, Any], tensors: dict[str, Tensor]) ->
         tensors |= {"d2t": torch.zeros(size, dtype=torch.int64), "t2d": torch.ones(size, dtype=torch.bool)}
 
 
-def find_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Describe wrong names, shapes or vocabulary maps of a draft, or return an empty string."""
+def find_draft_problem(
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    config_type: type[DraftConfig] = DraftConfig,
+    draft_type: Callable[[Any], Eagle3Draft] = Eagle3Draft,
+) -> str:
+    """Describe wrong names, shapes or vocabulary maps of a draft of these types, or return an empty string."""
     try:
-        parsed = DraftConfig.from_json(config)
+        parsed = config_type.from_json(config)
         rotary.check_rope(parsed.rope, parsed.head_dim)
-        expected = list_tensor_shapes(parsed)
+        expected = list_shapes(lambda: draft_type(parsed))
     except (ValueError, RuntimeError) as error:  # of sizes whose product is beyond any memory
         return str(error)
     if problem := find_shape_problem(tensors, expected):

@@ -24,7 +24,7 @@ MOST_SMALL_TOKENS = 8192  # of 16,384 the kernels take longer than their launche
 class Training(DraftTraining):
     """EAGLE-3's objective."""
 
-    tables = ("lm_head",)
+    tables: tuple[str, ...] = ("lm_head",)
 
     def freeze(self, draft: LoadedDraft, head: Tensor, train_head: bool | None, logits_scale: float) -> None:
         assert isinstance(draft.module, Eagle3Draft)
