@@ -21,7 +21,7 @@ from stages.target.loading import read_model
 MAX_NAMES = 4  # of tensors in a message; further ones are counted
 
 
-def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_key: str | None = None) -> None:
+def check_checkpoint(model: str, folder: Path, trust_remote_code: bool) -> None:
     """Raise ValueError naming the tensors that the target's files lack, that its class does not know, that have another shape,
     or that are not finite; and where its class can't be built at all, as without the library of its quantisation.
     """
@@ -55,7 +55,7 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
         shapes = [f"{name} {tuple(given)} where its config says {tuple(wanted)}" for name, given, wanted in mismatched]
         problems.append(f"have {list_first(shapes, MAX_NAMES)}")
     # Names of the files may hold newlines.
-    if unexpected := sorted(" ".join(n.split()) for n in {*found.get("unexpected_keys", ())} - {lm_head_key}):
+    if unexpected := sorted(" ".join(n.split()) for n in found.get("unexpected_keys", ())):
         problems.append(f"have {list_first(unexpected, MAX_NAMES)}, which its class does not know")
     if errors := found.get("error_msgs"):
         problems.append(f"can't be converted: {errors[0]}")
