@@ -29,7 +29,7 @@ MAGIC_PATTERNS = {
 }
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")  # of Pillow's decoders: others may start programs, as EPS does
 FILE_FORMATS = (*FORMATS, "BMP", "TIFF")
-MAX_PIXELS = 1 << 26  # 8,192 x 8,192, as in target/vision.py; decoding takes up to 16 bytes a pixel, 1 GiB
+MAX_PIXELS = 1 << 26  # 8,192 x 8,192; decoding takes up to 16 bytes a pixel, 1 GiB
 EXTENSION = re.compile(r"\.[a-z0-9]{1,8}")
 _warnings_lock = threading.Lock()  # warnings.catch_warnings restores what it found, for all threads
 

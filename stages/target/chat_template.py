@@ -16,9 +16,8 @@ import datetime
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from transformers import AutoTokenizer
 
@@ -39,8 +38,6 @@ OWN_ANSWERS = (
     "the data's answers can't be masked by it: set sample_target.backend: transformers or server, which ask the target, or "
     "write a template whose history has what it prompts with (target.chat_template)"
 )
-_closers_by_tokenizer: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
-_marks_by_tokenizer: WeakKeyDictionary[Any, tuple[tuple[str, ...], str]] = WeakKeyDictionary()
 
 
 class TemplateRefusalError(ValueError):
@@ -206,14 +203,13 @@ def find_end_token(tokenizer: Any, eos: list[int]) -> int:
     Where the template shows none (DeepSeek-R1-Distill's opens a thought in the prompt that its history drops; others close an
     answer between turns only), that of its history, else the first.
     """
-    closing = _find_closers(tokenizer)
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
-        _, probe = encode_turns(tokenizer, turns, eos)[0]
+        _, probe = encode_turns(tokenizer, [ASK, ANSWER], eos)[0]
     except ValueError:
         probe = []
     if probe and probe[-1] in eos:
         return probe[-1]
+    closing = _find_closers(tokenizer)
     return next((token for token in eos if token in closing), eos[0])
 
 
@@ -253,15 +249,20 @@ def find_closing_token(tokenizer: Any, known: set[int]) -> int | None:
 
     A header is none that closes: the text behind the answer is compared with those before the question and the answer.
     """
-    special = tokenizer.get_added_vocab()
     for messages in ([ASK, ANSWER], [ASK, ANSWER, {"role": "user", "content": "aerienext"}]):
         with suppress(TemplateRefusalError):
             before, _, rest = _render_messages(tokenizer, messages, False, None).rpartition("aerieanswer")
             behind, opening = rest.partition("aerienext")[0].strip(), before.partition("aeriequestion")
-            found = sorted((behind.find(text), -len(text), token) for text, token in special.items() if text in behind)
+            found = _find_special(tokenizer, behind)
             if found and not any(text.rstrip().endswith(behind) for text in (opening[0], opening[2])):
-                return None if known & {token for *_, token in found} else found[0][2]
+                return None if known.intersection(found) else found[0]
     return None
+
+
+def _find_special(tokenizer: Any, text: str) -> list[int]:
+    """Return the added tokens in a text by their first places; of those that begin at one place the longest first."""
+    added = tokenizer.get_added_vocab().items()
+    return [token for *_, token in sorted((text.find(own), -len(own), token) for own, token in added if own in text)]
 
 
 def explain_rendered(tokenizer: Any, messages: Messages) -> str | None:
@@ -286,27 +287,18 @@ def explain_rendered(tokenizer: Any, messages: Messages) -> str | None:
     return None
 
 
+@lru_cache(maxsize=8)
 def _find_turn_marks(tokenizer: Any) -> tuple[tuple[str, ...], str]:
     """Return the special tokens that open or close a user's turn or close an answer, and the header of an answer."""
-    if tokenizer not in _marks_by_tokenizer:
-        turn, prompt = (_render_messages(tokenizer, [ASK], header, None) for header in (False, True))
-        special = {text for text, token in tokenizer.get_added_vocab().items() if token in tokenizer.all_special_ids}
-        closing = {str(text) for text in tokenizer.convert_ids_to_tokens(sorted(_find_closers(tokenizer)))}
-        found = sorted(closing | {text for text in special if text in turn})
-        _marks_by_tokenizer[tokenizer] = tuple(found), prompt.removeprefix(turn).strip()
-    return _marks_by_tokenizer[tokenizer]
+    turn, prompt = (_render_messages(tokenizer, [ASK], header, None) for header in (False, True))
+    special = {text for text, token in tokenizer.get_added_vocab().items() if token in tokenizer.all_special_ids}
+    closing = {str(text) for text in tokenizer.convert_ids_to_tokens(sorted(_find_closers(tokenizer)))}
+    return tuple(sorted(closing | {text for text in special if text in turn})), prompt.removeprefix(turn).strip()
 
 
+@lru_cache(maxsize=8)
 def _find_closers(tokenizer: Any) -> frozenset[int]:
     """Return the special tokens that close an answer in the history."""
-    if tokenizer not in _closers_by_tokenizer:
-        turns = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "answer"), ("user", "b"))]
-        found: set[str] = set()
-        for messages in (turns, turns[:2]):
-            behind = _render_messages(tokenizer, messages, False, None).rpartition("answer")[2]
-            special = tokenizer.get_added_vocab()
-            offsets = {text: behind.find(text) for text in special if text in behind}
-            if offsets:
-                found.add(min(offsets, key=lambda text: (offsets[text], -len(text))))
-        _closers_by_tokenizer[tokenizer] = frozenset(tokenizer.convert_tokens_to_ids(text) for text in found)
-    return _closers_by_tokenizer[tokenizer]
+    rendered = [_render_messages(tokenizer, turns, False, None) for turns in ([ASK, ANSWER, ASK], [ASK, ANSWER])]
+    found = [_find_special(tokenizer, text.rpartition("aerieanswer")[2]) for text in rendered]
+    return frozenset(tokens[0] for tokens in found if tokens)

@@ -59,15 +59,11 @@ def read_config_facts(whole: PretrainedConfig) -> dict[str, Any]:
     counts = {name: facts[name] for name in facts if name not in ("rms_norm_eps", "rope", "tie_word_embeddings")}
     wrong = {name: value for name, value in counts.items() if type(value) is not int or value < 1}
     numbers = {"rms_norm_eps": facts["rms_norm_eps"], "rope_theta": rope["rope_theta"]}
-    wrong |= {name: value for name, value in numbers.items() if not _is_positive(value)}
+    wrong |= {n: x for n, x in numbers.items() if type(x) not in (int, float) or not 0 < x < math.inf}
     if wrong:
         listed = ", ".join(f"{name} {str(value)[:60]!r}" for name, value in wrong.items())
         raise ValueError(f"the target's config.json has {listed}, expected numbers above 0; correct it")
     return facts
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def has_tied_embeddings(whole: PretrainedConfig) -> bool:

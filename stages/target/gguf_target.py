@@ -76,11 +76,6 @@ NORMED_TWICE = {
     "pre_feedforward_layernorm": ("ffn_norm",),
     "post_feedforward_layernorm": ("post_ffw_norm",),
 }
-GEMMA2_KEYS = {
-    "attention.sliding_window": "sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
 
 
 @dataclass(frozen=True)
@@ -112,10 +107,9 @@ ARCHITECTURES = {
         no_change=frozenset({"attention.sliding_window"}),
     ),
     "gemma": Architecture("gemma", adds_one=True),
-    "gemma2": Architecture("gemma2", GEMMA2_KEYS, NORMED_TWICE, adds_one=True),
-    "gemma3": Architecture("gemma3_text", GEMMA2_KEYS, NORMED_TWICE, adds_one=True),
+    "gemma3": Architecture("gemma3_text", {"attention.sliding_window": "sliding_window"}, NORMED_TWICE, adds_one=True),
 }
-SWITCHED_SCALE = {("gemma2", 46), ("gemma3", 62)}  # the 27B ones: attention is scaled by hidden_size / heads
+GEMMA3_27B_BLOCKS = 62  # its attention is scaled by hidden_size / heads
 
 
 @dataclass(frozen=True)
@@ -138,11 +132,6 @@ class GgufTarget:
         if self.architecture.adds_one and name.endswith("norm.weight"):
             weight = weight - 1
         return weight.reshape(self.model.get_parameter(name).shape).to(torch.bfloat16)
-
-
-def read_gguf_config(path: Path) -> PretrainedConfig:
-    """Return the config of a GGUF file. Raises ValueError as read_gguf_target."""
-    return read_gguf_target(path).model.config
 
 
 def write_gguf_target(path: Path, folder: Path) -> str:
@@ -254,13 +243,12 @@ def _read_config(file: GgufFile, name: str, architecture: Architecture) -> Pretr
     for key, expected in _list_expected(found, len(tokens)).items():
         if key in own and (value := own.pop(key)) != expected:
             raise ValueError(f"its {name}.{key} is {value}, expected {expected}")
-    if name in ("gemma2", "gemma3"):
-        found["query_pre_attn_scalar"] = hidden // heads if (name, blocks) in SWITCHED_SCALE else found["head_dim"]
     local = float(own.pop("rope.freq_base_swa", 10_000.0)) if name == "gemma3" else None
     if unknown := sorted(own.keys() - NO_CHANGE - architecture.no_change):
         listed = list_first([f"{name}.{key} ({str(own[key])[:40]})" for key in unknown], MAX_NAMES)
         raise ValueError(f"it has {listed}, whose part in the model is not known here")
     if name == "gemma3":
+        found["query_pre_attn_scalar"] = hidden // heads if blocks == GEMMA3_27B_BLOCKS else found["head_dim"]
         if "sliding_window" not in found:
             found["layer_types"] = ["full_attention"] * blocks
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}

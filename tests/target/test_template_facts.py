@@ -56,9 +56,11 @@ def test_what_a_template_hides_is_known_by_kind() -> None:
     tok, _ = with_template(LOOP.replace("%s", "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"))
     call = {"role": "assistant", "content": "", "tool_calls": [template_facts.CALL]}
     result = {"role": "tool", "content": "wet"}
-    assert template_facts.list_hidden_kinds(tok, [ASK, call, result], [template_facts.TOOL]) == ["tools", "tool calls"]
-    assert template_facts.list_hidden_kinds(tok, [ASK, ANSWER, ASK], None) == []
-    assert "reasoning" in template_facts.probe_template(tok).hides
+    found = template_facts.explain_hidden(tok, [ASK, call, result], [template_facts.TOOL])
+    assert "renders tools and tool calls as nothing" in str(found)
+    thought = ANSWER | {"reasoning_content": "The longest."}
+    assert template_facts.explain_hidden(tok, [ASK, thought, ASK], None) is None
+    assert "renders reasoning as nothing" in str(template_facts.explain_hidden(tok, [ASK, thought], None))
 
 
 @pytest.mark.parametrize("template", [R1, BETWEEN])
