@@ -11,10 +11,7 @@ The loss mask of a row is its answer. `encode_turns` gives one row per turn, wit
 and gpt-oss drop earlier thoughts).
 """
 
-import copy
-import datetime
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -22,17 +19,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from stages.target import foreign_files
-from stages.target.template_facts import (
-    ANSWER,
-    ASK,
-    PROBES,
-    Messages,
-    apply_template,
-    facts_by_tokenizer,
-    fix_date,
-    probe_template,
-    write_as_parts,
-)
+from stages.target.template_facts import ANSWER, ASK, PROBES, Messages, apply_template, probe_template, write_as_parts
 
 OWN_ANSWERS = (
     "the data's answers can't be masked by it: set sample_target.backend: transformers or server, which ask the target, or "
@@ -57,21 +44,6 @@ def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | No
     return tokenizer
 
 
-def list_dated_prompts(
-    tokenizer: Any, fixed: datetime.date, messages: Messages, thinking: bool | None, tools: Messages | None
-) -> Iterator[list[int]]:
-    """Yield the prompt as a server has rendered it by its own today: of today, of each day back to `fixed`, and of the two days
-    around, by other time zones.
-    """
-    own = tokenizer.chat_template.split("{% endmacro %}\n", 1)[1]
-    today = datetime.date.today()
-    for ago in (*range((today - fixed).days + 2), -1):
-        other = copy.copy(tokenizer)
-        other.chat_template = fix_date(own, today - datetime.timedelta(ago))
-        facts_by_tokenizer[other] = probe_template(tokenizer)
-        yield encode_prompt(other, messages, thinking, tools)
-
-
 def explain_unknown_token(tokenizer: Any, ids: list[int], vocab_size: int) -> str | None:
     """Return the first token of `ids` that an embedding of `vocab_size` rows lacks, and what to do; None where it has all."""
     unknown = next((token for token in ids if token >= vocab_size), None)
@@ -79,8 +51,7 @@ def explain_unknown_token(tokenizer: Any, ids: list[int], vocab_size: int) -> st
         return None
     return (
         f"the text needs the token {tokenizer.convert_ids_to_tokens(unknown)!r}, id {unknown}, expected one of the {vocab_size} "
-        "rows of the target's embedding: it was added to the tokenizer alone; take it out of the text or the chat template, or "
-        "resize the target's embedding (resize_token_embeddings) and train that row"
+        "rows of the target's embedding; take it out of the text or the chat template, or give the target a trained row for it"
     )
 
 
@@ -137,19 +108,19 @@ def encode_turns(
 def check_loss_mask(row: str, prompt: list[int], answer: list[int], eos: list[int], complete: bool = True) -> None:
     """Raise ValueError naming the row, for a mask of all zeros, of all ones, or without an end token."""
     if not answer or (complete and all(token in eos for token in answer)):
-        raise ValueError(
-            f"row {row}: its mask is all zero, expected at least one token to learn: the template renders nothing for "
-            "its answer. Correct the row, or the template"
+        problem = (
+            "its mask is all zero, expected at least one token to learn: the template renders nothing for its answer"
         )
-    if not prompt:
-        raise ValueError(
-            f"row {row}: its mask is all one, expected a prompt before the answer; correct the row, or the template"
-        )
-    if complete and answer[-1] not in eos:
-        raise ValueError(
-            f"row {row}: its answer ends in token {answer[-1]}, expected one of the target's ({', '.join(map(str, eos))}): a "
-            "draft would not learn to end. Correct the template, or eos_token_id in the target's generation_config.json"
-        )
+    elif not prompt:
+        problem = "its mask is all one, expected a prompt before the answer"
+    elif complete and answer[-1] not in eos:
+        ends = ", ".join(map(str, eos))
+        problem = f"its answer ends in token {answer[-1]}, expected one of the target's ({ends}): a draft would not learn to end"
+    else:
+        return
+    raise ValueError(
+        f"row {row}: {problem}; correct the row, the template, or eos_token_id in the target's generation_config.json"
+    )
 
 
 def encode_behind(tokenizer: Any, prompt: str, prompt_ids: list[int], text: str) -> list[int]:

@@ -1,5 +1,6 @@
 """Encode prompts and answers of rows that may hold images, as the target's server would."""
 
+import copy
 import datetime
 import json
 import os
@@ -55,9 +56,16 @@ class PromptEncoder:
     def list_dated_prompts(
         self, row: str, messages: Messages, tools: Messages | None, images: list[str]
     ) -> Iterator[list[int]]:
-        """Yield the prompt of other days (`chat_template.list_dated_prompts`), its images expanded."""
+        """Yield the prompt as a server has rendered it by its own today: of today, of each day back to the target's date, and of
+        the two days around, by other time zones.
+        """
         assert self.date is not None
-        for ids in chat_template.list_dated_prompts(self.tokenizer, self.date, messages, self.thinking, tools):
+        own, today = self.tokenizer.chat_template.split("{% endmacro %}\n", 1)[1], datetime.date.today()
+        for ago in (*range((today - self.date).days + 2), -1):
+            other = copy.copy(self.tokenizer)
+            other.chat_template = template_facts.fix_date(own, today - datetime.timedelta(ago))
+            template_facts.facts_by_tokenizer[other] = template_facts.probe_template(self.tokenizer)
+            ids = chat_template.encode_prompt(other, messages, self.thinking, tools)
             yield self.expand_images(row, ids, images)
 
     def encode_turns(self, messages: Messages, tools: Messages | None) -> list[tuple[list[int], list[int]]]:
