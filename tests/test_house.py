@@ -45,7 +45,7 @@ ROOMS = {
     "pipeline": (5200, 5326),
     "stages/params": (2700, 3093),
     "stages/runtime stages/telemetry": (1600, 1930),
-    "stages/data": (4700, 4744),
+    "stages/data": (4700,),
     "stages/prompts stages/sampling": (1700, 1804),
     "stages/target": (2800, 2925),
     "stages/hidden_states": (1300,),
