@@ -2,7 +2,6 @@
 
 import copy
 import datetime
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -81,20 +80,6 @@ class PromptEncoder:
             return vision.expand_image_tokens(ids, processor.image_token_id, processor.count_image_tokens(images))
         except ValueError as error:
             raise ValueError(f"sample_target: row {row}: {error}") from None
-
-    def explain_image_problem(self, messages: Messages, images: list[str]) -> tuple[str, str | None] | None:
-        """Return why the target cannot take these messages and images, as one word and which image, or None; decodes them."""
-        processor = self.image_processor
-        if processor is None:
-            return None
-        image_token = self.tokenizer.convert_ids_to_tokens(processor.image_token_id)
-        if any(image_token in json.dumps(message, ensure_ascii=False) for message in messages):
-            return "picture_token_in_text", None  # the target would expect an image there
-        try:
-            processor.count_image_tokens(images)
-        except vision.UnreadableImageError as error:
-            return "image_unreadable", str(error)
-        return None
 
     def has_image_token(self, ids: list[int]) -> bool:
         return self.image_processor is not None and self.image_processor.image_token_id in ids
