@@ -154,8 +154,7 @@ class ConversationSampler:
         except http_session.RequestRefusedError as error:
             raise UnusableRequestError("refused", str(error)) from None
         except ValueError as error:
-            servers = self.context.local_servers
-            tail = servers.read_log_tails() if servers else ""
+            tail = self.context.local_servers.read_log_tails() if self.context.local_servers else ""
             raise ValueError(f"sample_target: row {request.row}: {error}{tail}") from None
         self.progress.tokens += answer.completion_tokens or 0
         return answer

@@ -38,15 +38,13 @@ def keep_answers(context: SamplingContext, split: SampledSplit) -> None:
     """Store each turn's own answer after the prompt that the target would have had."""
     for conversation in split.read_conversations():
         missing = [request for request in conversation if not split.shards.is_published(request.position)]
-        turns: list[EncodedTurn] | UnusableRequestError | None = None
+        turns: list[EncodedTurn] = []
         for request in missing:
             try:
                 if request.answer is None:
                     raise UnusableRequestError("no_answer", NO_ANSWER)
                 context.check_request(request, request.messages[: request.answer_index + 1], request.messages)
                 turns = turns or _encode_conversation(context, conversation[0])
-                if isinstance(turns, UnusableRequestError):
-                    raise turns
                 prompt_ids, answer_ids = turns[request.num_earlier_answers]
                 context.check_tokens([*prompt_ids, *answer_ids])
             except UnusableRequestError as error:
@@ -56,12 +54,12 @@ def keep_answers(context: SamplingContext, split: SampledSplit) -> None:
             context.settle_answer(split, request, None, SampledAnswer(prompt_ids, answer_ids, "stop", "template"))
 
 
-def _encode_conversation(context: SamplingContext, first: TargetRequest) -> list[EncodedTurn] | UnusableRequestError:
-    """Return the turns of the conversation of its `first` request, or why it has none. Raises ValueError naming the row."""
+def _encode_conversation(context: SamplingContext, first: TargetRequest) -> list[EncodedTurn]:
+    """Return the turns of the conversation of its `first` request. Raises UnusableRequestError, or ValueError naming the row."""
     try:
         return context.encoder.encode_turns(first.messages, first.tools)
     except chat_template.TemplateRefusalError as error:
-        return UnusableRequestError("refused_by_template", str(error))
+        raise UnusableRequestError("refused_by_template", str(error)) from None
     except ValueError as error:
         name = first.id.rpartition(".")[0]
         raise ValueError(f"sample_target: row {name} ({first.origin}), {error}") from None
@@ -140,8 +138,6 @@ def _make_key(context: SamplingContext, row: LocalRow) -> str:
 
 def _settle_known(context: SamplingContext, row: LocalRow, bar: tqdm) -> bool:
     """Return whether the row's answer was in its journal, and is stored now."""
-    if not row.prompt_ids:
-        row.settle(context, context.target.eos_token_ids[:1], "stop")  # raises the error that names the row
     found = row.journal.done.get(_make_key(context, row))
     if found:
         row.settle(context, *found)
@@ -152,16 +148,11 @@ def _settle_known(context: SamplingContext, row: LocalRow, bar: tqdm) -> bool:
 def _answer_pool(context: SamplingContext, engine: PooledEngine, pool: list[LocalRow], slots: int, bar: tqdm) -> int:
     """Answer all rows of a pool, each journalled as it ends; halve the slots where memory runs out, and return them."""
     s, eos = context.p.sample_target, set(context.target.eos_token_ids)
-    requests = [
-        DecodeRequest(
-            row.prompt_ids,
-            s.max_new_tokens,
-            sampling=SamplingParams(row.temperature, s.top_p, None, sampled_split.make_seed(s.seed, row.request.id))
-            if row.temperature
-            else None,
-        )
-        for row in pool
-    ]
+    requests = []
+    for row in pool:
+        seed = sampled_split.make_seed(s.seed, row.request.id)
+        sampling = SamplingParams(row.temperature, s.top_p, None, seed) if row.temperature else None
+        requests.append(DecodeRequest(row.prompt_ids, s.max_new_tokens, sampling=sampling))
     missing = list(range(len(pool)))
     while missing:
         answered = set[int]()

@@ -71,12 +71,8 @@ class TargetRequest:
     @property
     def images(self) -> list[str]:
         """Return the paths of the images in the prompt, in order."""
-        return [
-            part["image"]
-            for message in self.messages[: self.answer_index]
-            for part in _get_content_parts(message)
-            if "image" in part
-        ]
+        parts = (part for message in self.messages[: self.answer_index] for part in _get_content_parts(message))
+        return [part["image"] for part in parts if "image" in part]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The inputs that every backend of sample_target shares: the target, the encoder of its prompts, and where answers go."""
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,7 +16,7 @@ from stages.runtime import scratch
 from stages.sampling.answer_token_ids import SampledAnswer
 from stages.sampling.requests import Messages, TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
-from stages.target import chat_template, manifest, template_facts
+from stages.target import chat_template, manifest, template_facts, vision
 from stages.target.prompt_encoder import PromptEncoder
 
 FIRST_ANSWERS = 64  # of training, after which a run says what only its end would show
@@ -76,11 +77,21 @@ class SamplingContext:
         """
         if request.unusable_reason:
             raise UnusableRequestError(request.unusable_reason)
-        if problem := self.encoder.explain_image_problem(request.messages[: request.answer_index + 1], request.images):
-            raise UnusableRequestError(*problem)
-        if rendered := chat_template.explain_rendered(self.encoder.tokenizer, whole):
+        tokenizer, processor = self.encoder.tokenizer, self.encoder.image_processor
+        if processor is not None:
+            mark, own = (
+                tokenizer.convert_ids_to_tokens(processor.image_token_id),
+                request.messages[: request.answer_index + 1],
+            )
+            if any(mark in json.dumps(message, ensure_ascii=False) for message in own):
+                raise UnusableRequestError("picture_token_in_text")  # the target would expect an image there
+            try:
+                processor.count_image_tokens(request.images)
+            except vision.UnreadableImageError as error:
+                raise UnusableRequestError("image_unreadable", str(error)) from None
+        if rendered := chat_template.explain_rendered(tokenizer, whole):
             raise UnusableRequestError("rendered_already", rendered)
-        if hidden := template_facts.explain_hidden(self.encoder.tokenizer, shown, request.tools):
+        if hidden := template_facts.explain_hidden(tokenizer, shown, request.tools):
             raise UnusableRequestError("not_in_template", hidden)
 
     def encode_prompt(self, request: TargetRequest, history: Messages) -> list[int]:
