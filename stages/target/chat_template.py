@@ -171,17 +171,10 @@ def encode_answer(
 def find_end_token(tokenizer: Any, eos: list[int]) -> int:
     """Return the end token with which the template closes an answer; a target may have several.
 
-    Where the template shows none (DeepSeek-R1-Distill's opens a thought in the prompt that its history drops; others close an
-    answer between turns only), that of its history, else the first.
+    Where the template shows none behind a last answer (some close an answer between turns only), that of its history, else the
+    first.
     """
-    try:
-        _, probe = encode_turns(tokenizer, [ASK, ANSWER], eos)[0]
-    except ValueError:
-        probe = []
-    if probe and probe[-1] in eos:
-        return probe[-1]
-    closing = _find_closers(tokenizer)
-    return next((token for token in eos if token in closing), eos[0])
+    return next((token for closing in _list_closing(tokenizer) for token in closing if token in eos), eos[0])
 
 
 def _render_messages(
@@ -263,13 +256,12 @@ def _find_turn_marks(tokenizer: Any) -> tuple[tuple[str, ...], str]:
     """Return the special tokens that open or close a user's turn or close an answer, and the header of an answer."""
     turn, prompt = (_render_messages(tokenizer, [ASK], header, None) for header in (False, True))
     special = {text for text, token in tokenizer.get_added_vocab().items() if token in tokenizer.all_special_ids}
-    closing = {str(text) for text in tokenizer.convert_ids_to_tokens(sorted(_find_closers(tokenizer)))}
+    closing = set(tokenizer.convert_ids_to_tokens([tokens[0] for tokens in _list_closing(tokenizer) if tokens]))
     return tuple(sorted(closing | {text for text in special if text in turn})), prompt.removeprefix(turn).strip()
 
 
 @lru_cache(maxsize=8)
-def _find_closers(tokenizer: Any) -> frozenset[int]:
-    """Return the special tokens that close an answer in the history."""
-    rendered = [_render_messages(tokenizer, turns, False, None) for turns in ([ASK, ANSWER, ASK], [ASK, ANSWER])]
-    found = [_find_special(tokenizer, text.rpartition("aerieanswer")[2]) for text in rendered]
-    return frozenset(tokens[0] for tokens in found if tokens)
+def _list_closing(tokenizer: Any) -> list[list[int]]:
+    """Return the added tokens behind a last answer, and behind one of the history: the first of each closes it."""
+    rendered = [_render_messages(tokenizer, turns, False, None) for turns in ([ASK, ANSWER], [ASK, ANSWER, ASK])]
+    return [_find_special(tokenizer, text.rpartition("aerieanswer")[2]) for text in rendered]

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from stages.params import target_files
 from stages.params.units import list_first
 from stages.target import foreign_files, quantisation
 from stages.target.loading import read_model
@@ -23,9 +21,8 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool) -> None:
     """Raise ValueError naming the tensors that the target's files lack, that its class does not know, that have another shape,
     or that are not finite; and where its class can't be built at all, as without the library of its quantisation.
     """
-    for file in target_files.list_weight_files(folder):
-        with foreign_files.refuse_unreadable(str(file), "safetensors"), safe_open(file, framework="pt"):
-            pass
+    for _ in foreign_files.iterate_tensors(folder):
+        pass
     key, config = f"params.yaml: target.model {model}", foreign_files.read_config(folder, trust_remote_code)
     found: dict[str, Any] = {}  # transformers' report of loading: missing, unexpected and mismatched names
     options = {"device_map": {"": "meta"}, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -66,21 +63,12 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool) -> None:
 def _find_broken(folder: Path) -> list[str]:
     """Return the names of the tensors that hold NaN or infinity."""
     broken = []
-    for file in target_files.list_weight_files(folder):
-        with (
-            foreign_files.refuse_unreadable(str(file), "the target's weights"),
-            safe_open(file, framework="pt") as tensors,
-        ):
-            for name in tensors.keys():  # noqa: SIM118 - not a dict
-                tensor = tensors.get_tensor(name)
-                # 8-bit floats have no comparisons. A sum in float32 is as telling as every element, and quicker.
-                wide = tensor if tensor.element_size() > 1 else tensor.to(torch.float32)
-                if (
-                    tensor.is_floating_point()
-                    and not wide.sum(dtype=torch.float32).isfinite()
-                    and not wide.isfinite().all()
-                ):
-                    broken.append(name)
+    for name, file in foreign_files.iterate_tensors(folder):
+        tensor = file.get_tensor(name)
+        # 8-bit floats have no comparisons. A sum in float32 is as telling as every element, and quicker.
+        wide = tensor if tensor.element_size() > 1 else tensor.to(torch.float32)
+        if tensor.is_floating_point() and not wide.sum(dtype=torch.float32).isfinite() and not wide.isfinite().all():
+            broken.append(name)
     return broken
 
 

@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from stages.runtime.guarded_files import is_parser_error, read_json
+from stages.params import target_files
+from stages.runtime.guarded_files import is_parser_error
 from stages.telemetry.machine_errors import explain_machine_error
 
 REMEDY = "get the target's files again, those of a builtin target by: dvc repro -f -s prepare_target"
@@ -40,8 +43,12 @@ def _is_ours(error: BaseException) -> bool:
 
 def read_config(folder: Path | str, trust_remote_code: bool = False) -> PretrainedConfig:
     """Return the target's config. Raises ValueError naming the file, where it is missing, cut or broken."""
-    file = Path(folder) / "config.json"
-    if file.is_file():
-        read_json(file, REMEDY)
-    with refuse_unreadable(str(file), "the config of a transformers model"):
+    with refuse_unreadable(f"{folder}/config.json", "the config of a transformers model"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def iterate_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (name, the open file of weights that has it) of each tensor of a target. Raises ValueError naming a broken file."""
+    for file in target_files.list_weight_files(folder):
+        with refuse_unreadable(str(file), "safetensors"), safe_open(file, framework="pt") as tensors:
+            yield from ((name, tensors) for name in tensors.keys())  # noqa: SIM118 - not a dict

@@ -116,27 +116,21 @@ def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER
     A tied target has one table for both. Raises ValueError where files are missing or have no such tensors.
     """
     import torch  # seconds, and stages that compute nothing read the manifest too
-    from safetensors import safe_open
 
     from stages.target import foreign_files
 
     folder = resolve_weights_folder(manifest, path)
     found: dict[str, Tensor] = {}
     names: dict[str, str] = {}  # embed_tokens, lm_head -> the tensor's full name
-    for file in target_files.list_weight_files(folder):
-        with (
-            foreign_files.refuse_unreadable(str(file), "the target's weights"),
-            safe_open(file, framework="pt") as tensors,
-        ):
-            for key in tensors.keys():  # noqa: SIM118 - not a dict
-                table = key.removesuffix(".weight").rpartition(".")[2]
-                is_table = table in ("embed_tokens", "lm_head") and "visual" not in key  # a vision tower has tables too
-                if is_table and len(key) <= len(names.get(table, key)):
-                    # The shortest name: multi-token prediction blocks may hold copies under longer ones.
-                    # Copied to memory aligned to 64 bytes: unaligned tensors of the mapped file round differently
-                    # in one process of ten (docs/LOG.md).
-                    numbers = torch.empty(tensors.get_slice(key).get_shape(), dtype=torch.float32)
-                    found[table], names[table] = numbers.copy_(tensors.get_tensor(key)), key
+    for key, file in foreign_files.iterate_tensors(folder):
+        table = key.removesuffix(".weight").rpartition(".")[2]
+        is_table = table in ("embed_tokens", "lm_head") and "visual" not in key  # a vision tower has tables too
+        if is_table and len(key) <= len(names.get(table, key)):
+            # The shortest name: multi-token prediction blocks may hold copies under longer ones.
+            # Copied to memory aligned to 64 bytes: unaligned tensors of the mapped file round differently in one process of
+            # ten (docs/LOG.md).
+            numbers = torch.empty(file.get_slice(key).get_shape(), dtype=torch.float32)
+            found[table], names[table] = numbers.copy_(file.get_tensor(key)), key
     embedding = found.get("embed_tokens")
     head = embedding if manifest.tie_word_embeddings else found.get("lm_head")
     if embedding is None or head is None:
