@@ -69,15 +69,20 @@ def _probe_here(tokenizer: Any) -> TemplateFacts:
             parts = (*parts, role)
     hides = tuple(kind for kind in PROBES if _is_shown(tokenizer, kind, parts) is False)
     keys = tuple(key for key in THINKING_KEYS if key in _list_read_names(tokenizer.chat_template))
+    for kind in PROBES:  # what later renderings ask for must end too
+        for thinking in (True, False):
+            _is_shown(tokenizer, kind, parts, dict.fromkeys(keys, thinking))
     return TemplateFacts(hides, parts, keys)
 
 
-def _is_shown(tokenizer: Any, kind: str, parts: tuple[str, ...]) -> bool | None:
+def _is_shown(
+    tokenizer: Any, kind: str, parts: tuple[str, ...], settings: dict[str, bool] | None = None
+) -> bool | None:
     """Return whether the template shows this kind, contents of the roles `parts` as parts; None where it refuses it."""
     messages, tools, word = PROBES[kind]
     header = messages[-1]["role"] != "assistant"
     try:
-        text = apply_template(tokenizer, write_as_parts(messages, parts), header, tools, {})
+        text = apply_template(tokenizer, write_as_parts(messages, parts), header, tools, settings or {})
     except MemoryError:
         raise
     except Exception:  # a template may raise anything
