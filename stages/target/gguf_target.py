@@ -9,10 +9,11 @@ Every tensor and every key of the architecture is read, known to change nothing,
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from stages.runtime.guarded_files import is_parser_error
 from stages.target.gguf_reader import GgufFile, read_gguf
 from stages.target.gguf_tokenizer import SPECIAL_TOKENS, build_tokenizer, list_end_tokens
 
-T = TypeVar("T")
 MAX_NAMES = 4  # of tensors and keys in a message
 KEYS = {  # of a config, by a file's; what they are without one is in _read_config
     "context_length": "max_position_embeddings",
@@ -141,8 +141,10 @@ def write_gguf_target(path: Path, folder: Path) -> str:
     """
     target = read_gguf_target(path)
     logging.disable_progress_bar()
-    _explain(path, lambda: build_tokenizer(target.file.keys)).save_pretrained(folder)
-    weights = _explain(path, lambda: {name: target.read_weight(name) for name in target.tensors})
+    with _name_file(path):
+        tokenizer = build_tokenizer(target.file.keys)
+        weights = {name: target.read_weight(name) for name in target.tensors}
+    tokenizer.save_pretrained(folder)
     if target.model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     target.model.load_state_dict(weights, assign=True)
@@ -157,17 +159,15 @@ def read_gguf_target(path: Path) -> GgufTarget:
     Raises ValueError for a file that is broken, one of several, or of an architecture, key or tensor that is not known here.
     """
     file = read_gguf(path)
-    if (count := file.keys.get("split.count", 1)) > 1:
-        raise ValueError(
-            f"{PARAMS_FILE}: target.model {path}: expected one file with all tensors, found one of {count}; join them, and name "
-            f"the file that comes out: llama-gguf-split --merge FIRST-OF-{count:05d}.gguf ALL.gguf"
-        )
-    return _explain(path, lambda: _account(file))
+    with _name_file(path):
+        return _account(file)
 
 
-def _explain(path: Path, read: Callable[[], T]) -> T:
+@contextmanager
+def _name_file(path: Path) -> Iterator[None]:
+    """Turn what is raised in the block into a ValueError that names the key of params.yaml and the file."""
     try:
-        return read()
+        yield
     except Exception as error:  # keys of a wrong type, and classes of transformers that refuse a config, raise anything
         if not is_parser_error(error):
             raise
@@ -179,6 +179,9 @@ def _explain(path: Path, read: Callable[[], T]) -> T:
 
 
 def _account(file: GgufFile) -> GgufTarget:
+    if (count := file.keys.get("split.count", 1)) > 1:
+        join = f"llama-gguf-split --merge FIRST-OF-{count:05d}.gguf ALL.gguf"
+        raise ValueError(f"expected one file with all tensors, found one of {count}; join them: {join}")
     name = file.keys.get("general.architecture")
     if file.keys.get(f"{name}.expert_count") and name == "llama":
         name = "llama with experts"

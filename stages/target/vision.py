@@ -39,13 +39,9 @@ class CachedImageProcessor:
     """One target's image processor with a cache; thread-safe, though concurrent calls may decode an image twice."""
 
     def __init__(self, folder: str | Path, trust_remote_code: bool) -> None:
-        """Read the image token id. Raises ValueError where the target in `folder` has none."""
         self._source, self._trust = folder, trust_remote_code
-        config = foreign_files.read_config(folder, trust_remote_code)
-        token = getattr(config, "image_token_id", None)
-        if type(token) is not int:
-            raise ValueError(f"{folder}/config.json has no image_token_id, expected that of a multimodal target")
-        self.image_token_id = token  # once per image embedding
+        # Once per image embedding.
+        self.image_token_id: int = foreign_files.read_config(folder, trust_remote_code).image_token_id
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, ImagePatches] = OrderedDict()  # least recently used first
         self._cached_bytes = 0
