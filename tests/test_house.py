@@ -47,7 +47,7 @@ ROOMS = {
     "stages/runtime stages/telemetry": (1600, 1930),
     "stages/data": (4700,),
     "stages/prompts stages/sampling": (1700, 1795),
-    "stages/target": (2800, 2872),
+    "stages/target": (2800, 2871),
     "stages/hidden_states": (1300,),
     "stages/draft stages/families": (6000, 6140),
     "stages/training": (1900, 2035),
