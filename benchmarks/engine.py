@@ -33,10 +33,9 @@ from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, time_graph_replay
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
-from stages.engine.sampling import SamplingParams, TokenSampler, draw_tokens, draw_uniforms
+from stages.engine.sampling import SamplingParams, TokenSampler, compute_probabilities, draw_tokens, draw_uniforms
 from stages.families.eagle3.decoding import Eagle3Drafter
 from stages.params.tree_shape import TreeShape
-from stages.target.token_probabilities import compute_probabilities
 from tests.built_engines import build_engine
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]

@@ -51,10 +51,7 @@ def main(workload: str) -> None:
         if settings.prompts == "written":
             problems = _write_problems(params, workload, settings)
         else:
-            source = params.prepare_prompts.sets[settings.prompts]
-            problems = prompt_sets.read_prompt_set(
-                source.from_, source.name, source.split, source.revision, source.format, source.columns
-            )
+            problems = prompt_sets.read_prompt_set(params.prepare_prompts.sets[settings.prompts])
         measured, warmup = _encode_problems(params, workload, settings, target, problems)
     _check_prompts_fit(workload, [*measured, *warmup], target.max_position_embeddings)
     workload_prompts.write_prompts(workload, measured, warmup)

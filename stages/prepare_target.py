@@ -9,13 +9,11 @@ of steps.
 import datetime
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 from transformers.utils import logging
 
@@ -49,7 +47,7 @@ def main() -> None:
     template = checks.read_chat_template(p.target.chat_template)
     with atomic.write_folder(manifest.TARGET_FOLDER) as folder:
         target = _make_target(p, folder) if manifest.lie_beside_manifest(p.target.model) else _pin_target(p)
-        target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
+        target = replace(target, chat_template=template)
         tokenizer = _load_tokenizer(p, target, folder)
         target = _fix_date(target, tokenizer)
         target = replace(target, template=template_facts.probe_template(tokenizer))
@@ -60,7 +58,7 @@ def main() -> None:
             print(mask_token.describe_mask_token(blocks, has_others, tokenizer, target))
         if not target.model.startswith("builtin/"):
             weights = manifest.resolve_weights_folder(target, folder)
-            checkpoint_check.check_checkpoint(target.model, weights, p.target.trust_remote_code, target.lm_head_key)
+            checkpoint_check.check_checkpoint(target.model, weights, p.target.trust_remote_code)
         target = replace(target, logits_scale=_measure_logits_scale(p, target, folder))
         if target.chat_template is not None:  # for servers, --chat-template
             (folder / "chat_template.jinja").write_text(target.chat_template, encoding="utf-8")
@@ -177,14 +175,10 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
     """Check that the embedding and head read by name are those the target computes with; return what it multiplies its logits
     by. Cost: docs/guide.md
 
-    Raises ValueError naming the key, the largest difference and the keys of the head's shape.
+    Raises ValueError naming the largest difference.
     """
     weights = manifest.resolve_weights_folder(target, folder)
-    try:
-        embedding, head = manifest.read_embedding_and_head(target, folder)
-    except manifest.MissingHeadError as error:
-        raise ValueError(f"{error}. {_advise_on_head(weights, target)}") from None
-    key = target.lm_head_key or ("the embedding (tied)" if target.tie_word_embeddings else "lm_head.weight")
+    embedding, head = manifest.read_embedding_and_head(target, folder)
     try:
         model = head_check.load_first_block(str(weights), p.target.trust_remote_code)
         found = head_check.compare_head(model, embedding, head)
@@ -214,8 +208,8 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
             print(f"logits of {type(model).__name__} are {found.scale:g} times final hidden states times its head")
         return found.scale
     difference = (
-        f"of {type(model).__name__}, logits of {head_check.TOKENS} tokens differ from final hidden states times {key} by up to "
-        f"{found.logits:.3g} (largest logit {found.largest:.3g}), expected at most {found.allowed:.2g} in float32"
+        f"of {type(model).__name__}, logits of {head_check.TOKENS} tokens differ from final hidden states times its head by "
+        f"up to {found.logits:.3g} (largest logit {found.largest:.3g}), expected at most {found.allowed:.2g} in float32"
     )
     if found.has_bias:
         raise ValueError(
@@ -229,18 +223,9 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
         )
         return 1.0
     raise ValueError(
-        f"params.yaml: target.lm_head_key is {target.lm_head_key}: {difference}. {_advise_on_head(weights, target)}"
+        f"params.yaml: target.model {target.model}: {difference}: lm_head.weight of its files is another table than the class's "
+        "head; such a model can't be a target yet"
     )
-
-
-def _advise_on_head(folder: Path, target: TargetManifest) -> str:
-    """Return advice on a wrong head, with the names of the tensors in `folder` that have its shape."""
-    shape, found = [target.vocab_size, target.hidden_size], list[str]()
-    for path in sorted(folder.glob("*.safetensors")):
-        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as tensors:
-            found += [key for key in tensors.keys() if tensors.get_slice(key).get_shape() == shape]  # noqa: SIM118
-    listed = ", ".join(found) or "none"
-    return f"Tensors of the head's shape {tuple(shape)}: {listed}. Set target.lm_head_key to the head"
 
 
 def _fix_date(target: TargetManifest, tokenizer: Any) -> TargetManifest:

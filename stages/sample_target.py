@@ -119,9 +119,10 @@ def _plan_splits(p: schema.Params, scratch_folder: Path, stack: contextlib.ExitS
     ]:
         path = FIXED_FOLDER / f"{source}.parquet"
         choice = requests.select_requests(path, max_rows, is_even=source == "eval" and p.fix_data.eval_file is not None)
-        shards = stack.enter_context(
-            ParquetShardWriter(scratch_folder / name, choice.num_requests, s.shard_size, conversations.SAMPLED_SCHEMA)
+        shards = ParquetShardWriter(
+            scratch_folder / name, choice.num_requests, s.shard_size, conversations.SAMPLED_SCHEMA
         )
+        stack.callback(shards.close)
         splits.append(SampledSplit(name, path, max_rows, choice, mixture, shards, s.server.concurrency))
     return splits
 
@@ -180,16 +181,16 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
     rows = conversations.read_table(sampled, conversations.SAMPLED_SCHEMA, "sample_target", PREVIEW_ROWS)
     origins = requests.read_origins(FIXED_FOLDER / "train.parquet", rows["id"])
     counts = sampled_split.count_rows([split for split in splits if _is_asked_for(context.p, split)])
-    assert counts.rows_in == counts.rows_out + sum(counts.dropped.values())
+    assert counts["rows_in"] == counts["rows_out"] + sum(counts["dropped"].values())
     return {
         "target": context.target.describe_model(),
-        **asdict(counts),
+        **counts,
         "backend": context.p.sample_target.backend,
         "sampled_by": context.sampled_by,
         "asked_again": dict(context.retries),
         "server_restarts": context.local_servers.restarted if context.local_servers else 0,
         "preview": [
-            asdict(prompt_encoder.describe_row(context.encoder.tokenizer, origin, *row))
+            prompt_encoder.describe_row(context.encoder.tokenizer, origin, *row)
             for origin, row in zip(origins, rows.select(PREVIEW_COLUMNS).iter_rows(), strict=True)
         ],
     }

@@ -11,7 +11,9 @@ from stages import init_draft
 from stages.draft import checkpoint, supported_targets
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.params import schema
+from stages.params.data_sections import PromptSet
 from stages.prompts import prompt_sets
+from stages.prompts.prompt_sets import PromptProblem
 from stages.target import manifest
 from stages.toy import text_targets
 from tests.conftest import EVAL, ROOT, edit_params
@@ -58,11 +60,13 @@ def make(project: Path) -> None:
 
 def read_questions() -> list[str]:
     """Texts of the samples."""
-    files = [str(ROOT / f"data/prompt_sets/{name}.jsonl") for name in SETS]
-    problems = [
-        prompt_sets.read_prompt_set(file, None, None, None, name) for file, name in zip(files, SETS, strict=True)
-    ]
-    return [turn for some in problems for problem in some for turn in problem.turns]
+    return [turn for name in SETS for problem in read_set(name) for turn in problem.turns]
+
+
+def read_set(name: str) -> list[PromptProblem]:
+    """Return a shipped sample."""
+    file = str(ROOT / f"data/prompt_sets/{name}.jsonl")
+    return prompt_sets.read_prompt_set(PromptSet.model_validate({"from": file, "format": name}))
 
 
 def _eval_row(tokenizer: Any, number: int, text: str) -> dict[str, Any]:

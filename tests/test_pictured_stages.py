@@ -223,19 +223,25 @@ def test_our_own_folder_is_imported(project: Path, sampled_project: Path, extrac
     assert files(project) == imported != extracted_files
 
 
-def test_a_draft_is_trained_replayed_and_decoded(
-    sampled_project: Path, extracted_files: dict[str, bytes], torch_server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every stage to the benchmarks; what is decoded live, by a server too, is what replay says, and what the target says."""
+@pytest.fixture(scope="module")
+def trained_project(sampled_project: Path, extracted_files: dict[str, bytes]) -> Path:
     with chdir(sampled_project):
         with declared("init_draft"):
             init_draft.main()
-        config = json.loads((sampled_project / "drafts/e000/draft/config.json").read_text())
-        assert config["rope_scaling"] == {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
         with declared("check_overfit"):
             check_overfit.main()
         with declared("train_draft"):
             train_draft.main("e003")
+    return sampled_project
+
+
+def test_a_draft_is_trained_replayed_and_decoded(
+    trained_project: Path, torch_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every stage to the benchmarks; what is decoded live, by a server too, is what replay says, and what the target says."""
+    with chdir(trained_project):
+        config = json.loads(Path("drafts/e000/draft/config.json").read_text())
+        assert config["rope_scaling"] == {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
         with declared("replay_trees"):
             replay_trees.main("e003")
         with declared("prepare_prompts"):
@@ -261,7 +267,7 @@ def test_a_draft_is_trained_replayed_and_decoded(
         with declared("time_cycles"):
             time_cycles.main("torch", "e000")
         assert len(json.loads(Path("results/cost/torch-e000.json").read_text())["grids"][0]["grid"]) == 11
-    log = json.loads((sampled_project / "results/train/e003.json").read_text())["epochs"]
+    log = json.loads((trained_project / "results/train/e003.json").read_text())["epochs"]
     assert log[-1]["loss"] < log[0]["loss"]
     assert {stage for stage, saw in SAW.items() if saw} == {"extract_hiddens", "benchmark", "benchmark_served"}
 
@@ -274,7 +280,7 @@ def test_a_block_draft_is_trained_replayed_and_decoded(
     (project / "data/hiddens").mkdir()
     for split, learned in {"train": "eval", "eval": "eval", "eval_t": "eval_t"}.items():  # else it learns noise
         (project / "data/hiddens" / split).symlink_to(sampled_project / "data/hiddens" / learned)
-    block = {"from": "e000", "epochs": 40, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 16}
+    block = {"from": "e000", "epochs": 20, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 16}
     edit_params(project, {
         "train_draft": {"learning_rate": 0.01, "checkpoints": {"e003": {"from": "e000", "epochs": 3}, "f003": block}},
         "replay_trees": {"checkpoints": ["f003"]}, "benchmark": {"checkpoints": ["f003"]},
@@ -292,16 +298,10 @@ def test_a_block_draft_is_trained_replayed_and_decoded(
     assert known["cycles"] == sum(r.cycles for r in line.point.requests)
 
 
-def test_online_the_trainer_shows_the_pictures_itself(
-    project: Path, sampled_project: Path, extracted_files: dict[str, bytes]
-) -> None:
+def test_online_the_trainer_shows_the_pictures_itself(project: Path, trained_project: Path) -> None:
     """Nothing of training rows is stored but tokens, and the draft learns the same, but for how sums round."""
-    with chdir(sampled_project):
-        init_draft.main()
-        check_overfit.main()
-        train_draft.main("e003")
-    learned = load_file(sampled_project / "drafts/e003/draft/model.safetensors")
-    tau = json.loads((sampled_project / "results/train/e000.overfit.json").read_text())["tau"]
+    learned = load_file(trained_project / "drafts/e003/draft/model.safetensors")
+    tau = json.loads((trained_project / "results/train/e000.overfit.json").read_text())["tau"]
     run(project, online=True)
     assert not any(row.features.shape[1] for row in reader.read_rows(project / "data/hiddens/train"))
     with chdir(project):

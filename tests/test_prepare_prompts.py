@@ -93,7 +93,7 @@ def test_which_are_measured_and_which_warm_up(
 def test_a_sets_prompts_are_what_transformers_renders(project: Path, name: str) -> None:
     measured, warm = ask(project, name, turns="all", num_prompts=6, warmup=4)
     tokenizer = AutoTokenizer.from_pretrained("tiny")
-    problems = prompt_sets.read_prompt_set(str(ROOT / f"data/prompt_sets/{name}.jsonl"), None, None, None, name)
+    problems = talking.read_set(name)
     assert ids([*measured, *warm]) == [p.id for p in [*problems, *problems[:2]]]
     for row, problem in zip(measured, problems, strict=False):
         messages = [{"role": "user", "content": problem.turns[0]}]

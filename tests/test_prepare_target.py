@@ -89,36 +89,26 @@ def test_a_draft_that_reads_layers_that_are_not_stored_is_refused_before_any_is(
     assert manifest.read_manifest().feature_layers == [1, 2, 4, 5, 6]
 
 
-def with_copies(folder: Path, **more: torch.Tensor) -> None:
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
-
-
-def test_a_wrong_head_is_refused_with_the_keys_that_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: with a target.lm_head_key of another table, sampling and extraction ran for hours before check_overfit failed."""
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
-    folder = pinned(tmp_path, monkeypatch, model, lm_head_key="draft.head", dtype="bfloat16")
-    with_copies(folder, **{"draft.head": torch.randn(301, 32)})
+def test_a_head_that_its_class_does_not_compute_with_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: with the table of another head, sampling and extraction ran for hours before check_overfit failed."""
+    pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)), dtype="bfloat16")
+    right = manifest.read_embedding_and_head
+    monkeypatch.setattr(manifest, "read_embedding_and_head", lambda *given: (right(*given)[0], torch.randn(301, 32)))
     expected = (
-        r"target\.lm_head_key is draft\.head: of LlamaForCausalLM, logits of 8 tokens differ from final hidden states times "
-        r"draft\.head by up to \S+ \(largest logit \S+\), expected at most \S+ in float32\. "
-        r"Tensors of the head's shape \(301, 32\): draft\.head, lm_head\.weight, model\.embed_tokens\.weight\. "
-        r"Set target\.lm_head_key to the head"
+        r"target\.model mine: of LlamaForCausalLM, logits of 8 tokens differ from final hidden states times its head by up to "
+        r"\S+ \(largest logit \S+\), expected at most \S+ in float32: lm_head\.weight of its files is another table"
     )
     with pytest.raises(ValueError, match=expected):
         prepare_target.main()
-    assert not (tmp_path / "artifacts").exists() or not (tmp_path / "artifacts/target").exists()
-    model.save_pretrained(folder)
-    for right in (None, "lm_head.weight"):
-        edit_params(tmp_path, {"target": {"lm_head_key": right}})
-        prepare_target.main()
-        assert (tmp_path / "artifacts/target/target.json").exists()
+    assert not (tmp_path / "artifacts/target").exists()
 
 
 def test_pickled_weights_are_refused_with_a_conversion_that_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: the advice was to set target.lm_head_key. Two shards, of which two tensors share their memory."""
+    """Two shards, of which two tensors share their memory."""
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))
     folder = pinned(tmp_path, monkeypatch, model)
     (folder / "model.safetensors").unlink()
@@ -129,7 +119,6 @@ def test_pickled_weights_are_refused_with_a_conversion_that_works(
     found = r"found pytorch_model-00001-of-00002\.bin, pytorch.* in mine: python -c"
     with pytest.raises(ValueError, match=found) as error:
         prepare_target.main()
-    assert "lm_head_key" not in str(error.value)
     command = str(error.value).partition(" in mine: ")[2].replace("python ", f"{sys.executable} ", 1)
     subprocess.run(command, shell=True, cwd=folder, check=True)
     prepare_target.main()

@@ -166,8 +166,7 @@ def parse_conversation(
     turn_images: list[Any] = []
     of = " of prompt and answer (fix_data.columns names their keys)" if chat_format == "prompt_answer" else ""
     parsed: list[ParsedTurn] = [
-        chat_turns.parse_plain_turn(turn) or chat_turns.parse_turn(turn, f"turn {number}{of}", turn_images)
-        for number, turn in enumerate(turns, 1)
+        chat_turns.parse_turn(turn, f"turn {number}{of}", turn_images) for number, turn in enumerate(turns, 1)
     ]
     own_turns = [*parsed]  # numbered in messages as in the row
     if len(parsed) > 1 and parsed[-1].letter == "a" and parsed[-1].is_blank and not parsed[-1].reasoning:

@@ -54,18 +54,6 @@ class ParsedTurn(NamedTuple):
         return self.letter != "c" and not self.message["content"].strip()
 
 
-def parse_plain_turn(turn: Any) -> ParsedTurn | None:
-    """Return what `parse_turn` returns for a turn of two keys and ASCII text, the common case; None for any other."""
-    if type(turn) is not dict or len(turn) != 2:
-        return None
-    role, text = (turn.get("from"), turn.get("value")) if "from" in turn else (turn.get("role"), turn.get("content"))
-    if type(role) is not str or role not in ROLE_NAMES or type(text) is not str or not text.isascii():
-        return None
-    if IMAGE_PLACEHOLDER in text:
-        return None
-    return ParsedTurn({"role": ROLE_NAMES[role], "content": text})
-
-
 def parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
     """Return the message with its calls and reasoning; append its images to `turn_images` (`order_images`)."""
     if not isinstance(turn, dict):

@@ -13,9 +13,6 @@ import os
 import re
 import struct
 import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
@@ -29,9 +26,9 @@ MAGIC_PATTERNS = {
 }
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")  # of Pillow's decoders: others may start programs, as EPS does
 FILE_FORMATS = (*FORMATS, "BMP", "TIFF")
-MAX_PIXELS = 1 << 26  # 8,192 x 8,192, as in target/vision.py; decoding takes up to 16 bytes a pixel, 1 GiB
+MAX_PIXELS = 1 << 26  # 8,192 x 8,192; decoding takes up to 16 bytes a pixel, 1 GiB
 EXTENSION = re.compile(r"\.[a-z0-9]{1,8}")
-_warnings_lock = threading.Lock()  # warnings.catch_warnings restores what it found, for all threads
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limits, a warning and an error, which MAX_PIXELS replaces
 
 
 def decode_data_url(url: str) -> bytes | None:
@@ -52,7 +49,10 @@ def save_image(data: bytes, folder: Path, extension: str | None = None) -> str |
     Processes and threads may save the same image at once: each writes its own temporary file and renames it.
     """
     kind = next((kind for kind, magic in MAGIC_PATTERNS.items() if magic.match(data)), None)
-    if not can_decode(data, FORMATS if extension is None else FILE_FORMATS):
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS if extension is None else FILE_FORMATS) as file:
+            file.load()
+    except Exception:  # decoders raise many types
         return None
     if kind is None:
         kind = extension if EXTENSION.fullmatch(extension or "") else ""
@@ -67,36 +67,13 @@ def save_image(data: bytes, folder: Path, extension: str | None = None) -> str |
     return name
 
 
-@contextmanager
-def _open_image(data: bytes, formats: tuple[str, ...] | None = None) -> Iterator[Image.Image]:
-    """Open an image, of any format where `formats` is None, without Pillow's warning of a large one."""
-    with (
-        _warnings_lock,
-        warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),
-        Image.open(io.BytesIO(data), formats=formats) as file,
-    ):
-        yield file
-
-
-def can_decode(data: bytes, formats: tuple[str, ...] = FILE_FORMATS) -> bool:
-    """Return whether bytes are a whole image of one of these formats."""
-    try:
-        with _open_image(data, formats) as file:
-            file.load()
-    except Exception:  # decoders raise many types
-        return False
-    return True
-
-
 def is_too_large(data: bytes) -> bool:
     """Return whether an image has more than MAX_PIXELS, by its header: nothing is decoded.
 
     False for bytes that Pillow can't read: the stage that decodes them reports why.
     """
     try:
-        with _open_image(data) as file:
+        with Image.open(io.BytesIO(data)) as file:
             return file.width * file.height > MAX_PIXELS
-    except Image.DecompressionBombError:  # over Pillow's own limit
-        return True
     except (OSError, ValueError, SyntaxError, EOFError, struct.error):
         return False

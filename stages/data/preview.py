@@ -36,7 +36,7 @@ class PreviewedRow:
     verdict: str  # clean, repaired:rule,rule, or dropped:reason
     split: str  # train or eval; "" where the row is dropped
     turns: list[tuple[str, str]]  # (role, text); of a dropped row its keys or the offending text
-    extras: list[str]  # tools and images of a kept row
+    extras: tuple[str, ...] = ()  # tools and images of a kept row
     expected: str = ""  # of a dropped row whose reason does not say it
     unread: tuple[str, ...] = ()  # its keys that hold something and are not read
     advice: str = ""  # on the key of params.yaml that a dropped row's reason belongs to
@@ -130,7 +130,7 @@ def _cut_rows(chunks: Iterator[RawChunk]) -> Iterator[RawChunk]:
 
 def _preview_row(chunk: RawChunk, params: FixData, file: Path) -> PreviewedRow:
     judged = row_cleaning.judge_chunk(chunk, params, file)
-    chat_format = next(iter(judged.formats), "unknown")
+    source, chat_format, unread = chunk.source, next(iter(judged.formats), "unknown"), tuple(judged.unread)
     if judged.dropped:
         (reason,) = judged.dropped
         first = judged.first_dropped[reason]
@@ -139,23 +139,31 @@ def _preview_row(chunk: RawChunk, params: FixData, file: Path) -> PreviewedRow:
             (_, row), *_ = readers.parse_chunk(chunk)
             found = f"{column_names.list_names(row or {})}: {found}"
             advice = "fix_data.columns names the columns of another format"
-        lines, verdict = [("found", found)], f"dropped:{reason}"
-        shown = chunk.source, chunk.first_row, chat_format, verdict, "", lines, list[str](), first.expected
-        return PreviewedRow(*shown, tuple(judged.unread), advice)
+        return PreviewedRow(
+            source,
+            chunk.first_row,
+            chat_format,
+            f"dropped:{reason}",
+            "",
+            [("found", found)],
+            (),
+            first.expected,
+            unread,
+            advice,
+        )
     kept = pl.read_ipc(file.read_bytes()).row(0, named=True)
     turns = [(message["role"], message["content"]) for message in kept["messages"]]
-    calls = sum(one is not None and turn[0] == "assistant" for turn, one in zip(turns, kept["tool_calls"] or []))  # noqa: B905
+    calls = [
+        one for (role, _), one in zip(turns, kept["tool_calls"] or [], strict=False) if one and role == "assistant"
+    ]
     counted = {
-        "tool call(s)": calls,
+        "tool call(s)": len(calls),
         "image(s)": len(kept["images"] or []),
         "character(s) of tools": len(kept["tools"] or ""),
     }
-    extras = [f"{count} {what}" for what, count in counted.items() if count]
+    extras = tuple(f"{count} {what}" for what, count in counted.items() if count)
     split = "eval" if kept["is_eval"] else "train"
-    unread = tuple(judged.unread)
-    return PreviewedRow(
-        chunk.source, chunk.first_row, chat_format, kept["verdict"], split, turns, extras, unread=unread
-    )
+    return PreviewedRow(source, chunk.first_row, chat_format, kept["verdict"], split, turns, extras, unread=unread)
 
 
 def format_row(row: PreviewedRow) -> Iterator[str]:

@@ -26,7 +26,6 @@ from stages.data.conversations import describe_origin
 from stages.data.json_lines import is_text
 from stages.data.row_images import DroppedRowError
 from stages.data.tables import json_answers, toon
-from stages.data.tables.schema_check import JudgedAnswer
 from stages.data.tables.table_schema import load_table_file
 from stages.params.data_sections import FixData
 from stages.params.units import list_first
@@ -150,16 +149,13 @@ def describe_unread(unread: Counter[str]) -> str:
     return list_first((f"{key} (in {count:,} rows)" for key, count in unread.most_common()), MAX_UNREAD)
 
 
-WITHOUT_TABLE = "no_table"  # most likely prose
-
-
 def advise_on_answers(params: FixData, reason: str) -> str:
     """Return what to do where rows are dropped for this reason, by answers that can't be decoded."""
     is_not = f"no {params.answers.upper()}, set fix_data.answers: text (docs/data.md)"
     if params.tables is None:
         return f"if the answers are {is_not}"
     schema = f"not of the schema {params.tables}, set fix_data.tables to null or to a file of your own"
-    first, then = (is_not, schema) if reason == WITHOUT_TABLE else (schema, is_not)
+    first, then = (is_not, schema) if reason == "no_table" else (schema, is_not)  # most likely prose
     return f"if the answers are {first}; if they are {then}"
 
 
@@ -219,13 +215,14 @@ def repair_answers(messages: list[Message], params: FixData, origin: str) -> lis
     Raises:
         UnusableAnswerError: for the first answer that can't be repaired; the whole conversation is dropped with it.
     """
-    repaired = []
-    question = messages[0]
+    schema = None if params.tables is None else load_table_file(Path(params.tables))
+    repair = toon.repair_toon if params.answers == "toon" else json_answers.repair_json
+    repaired, question = [], messages[0]
     for before, answer in pairwise(messages):
         question = before if before["role"] == "user" else question
         if answer["role"] != "assistant" or not answer["content"]:  # a tool call has no text
             continue
-        result = judge_answer(answer["content"], question["content"], params)
+        result = repair(answer["content"], params.surrounding_text, schema, question["content"])
         verdict, _, detail = result.verdict.partition(":")
         if verdict == "dropped":
             raise UnusableAnswerError(detail, answer["content"])
@@ -233,13 +230,6 @@ def repair_answers(messages: list[Message], params: FixData, origin: str) -> lis
             repaired.append(RepairedAnswer(origin, answer["content"], result.text, detail.split(",")))
         answer["content"] = result.text
     return repaired
-
-
-def judge_answer(text: str, question: str, params: FixData) -> JudgedAnswer:
-    """Return the verdict on one answer in the form that `fix_data.answers` names."""
-    schema = None if params.tables is None else load_table_file(Path(params.tables))
-    repair = toon.repair_toon if params.answers == "toon" else json_answers.repair_json
-    return repair(text, params.surrounding_text, schema, question)
 
 
 def keep_plainest_examples(examples: dict[str, RepairedAnswer], answer: RepairedAnswer) -> None:

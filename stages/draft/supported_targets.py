@@ -42,8 +42,7 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
     if state := config_facts.describe_other_state(config):
         raise ValueError(
             f"{PARAMS_FILE}: target.model {model} is a {config.model_type}, which keeps state other than keys and values of its "
-            f"own in {state}: the torch engine can't take rejected drafts out of another state (linear attention, Mamba). Take "
-            "another target, as Llama, Qwen3, Mixtral or Gemma 3"
+            f"own in {state}: rejected drafts can't be taken out of it. Take another target, as Llama, Qwen3 or Gemma 3"
         )
     params.init_draft.choose_vocab_size(config.get_text_config().vocab_size)
     try:
@@ -69,12 +68,13 @@ def check_chat_template(params: schema.Params, tokenizer: Any, target: TargetMan
     not, or that does not read sample_target.thinking: sampling would fail on it, or ask another question, much later.
     """
     key = f"{PARAMS_FILE}: target.model {target.model}"
+    question = [{"role": "user", "content": "Hello"}]
     try:
-        ids = chat_template.encode_prompt(tokenizer, [{"role": "user", "content": "Hello"}])
+        ids = chat_template.encode_prompt(tokenizer, question)
     except chat_template.TemplateRefusalError as error:
         raise ValueError(f"{key}: a question can't be rendered: {error}") from None
-    if "questions" in target.template.hides:
-        raise ValueError(f"{key}: {template_facts.describe_hidden(['questions'])}")
+    if hidden := template_facts.explain_hidden(tokenizer, question, None):
+        raise ValueError(f"{key}: {hidden}")
     if unknown := chat_template.explain_unknown_token(tokenizer, ids, target.vocab_size):
         raise ValueError(f"{key}: its chat template: {unknown}")
     template_facts.check_thinking(tokenizer, params.sample_target.thinking)
@@ -141,8 +141,8 @@ def main(file: str, source: str) -> None:
     if not is_gguf and params.target.trust_remote_code:
         return
     with foreign_files.refuse_unreadable(source, "a config by which transformers builds its class"):
-        read_config = gguf_target.read_gguf_config if is_gguf else foreign_files.read_config
-        check_target_config(params, read_config(Path(source)))
+        read = gguf_target.read_gguf_target
+        check_target_config(params, read(Path(source)).model.config if is_gguf else foreign_files.read_config(source))
 
 
 if __name__ == "__main__":

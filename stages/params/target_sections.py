@@ -21,8 +21,6 @@ class Target(Section):
     # several families list all of theirs (docs/drafts.md); null: EAGLE-3's [2, n//2, n-3], of fewer than 7 layers [1,
     # n//2, n-1]
     feature_layers: FeatureLayers | None = None
-    # name of the output head's tensor; null: lm_head.weight, or the embedding if they are tied
-    lm_head_key: Text | None = None
     # a file in templates/, for a target without a correct chat template; null: the target's own
     chat_template: Annotated[str, Field(pattern=r"^[^/]+$")] | None = None
 

@@ -14,6 +14,7 @@ from typing import Any
 from stages.data import chat_formats, final_answer, hub_datasets, json_lines, readers, request_logs
 from stages.data.hub_datasets import HubPin, HubRecord
 from stages.data.row_images import DroppedRowError
+from stages.params.data_sections import PromptSet
 
 COMPLETE_INSTRUCTION = "Complete the code I provided.\n"  # EAGLE's instruction before a HumanEval prompt
 # Qwen's instruction after a problem
@@ -35,24 +36,17 @@ class MalformedRowError(Exception):
     """A row that is not of its set's format; the message says what was expected and found."""
 
 
-def read_prompt_set(
-    source: str,
-    name: str | None = None,
-    split: str | None = None,
-    revision: str | None = None,
-    set_format: str | None = None,
-    columns: dict[str, str] | None = None,
-) -> list[PromptProblem]:
+def read_prompt_set(given: PromptSet) -> list[PromptProblem]:
     """Return all problems of a file or folder, or of a dataset of the Hub, which has a split.
 
-    `set_format` is mt_bench, a key of ROW_PARSERS, or None. Raises ValueError naming rows not of it, or whose id is taken.
+    Raises ValueError naming rows that are not of the set's format, or whose id is taken.
     """
     problems: list[PromptProblem] = []
     row_of_id: dict[str, str] = {}
     malformed: dict[str, MalformedRowError] = {}
+    source, set_format = given.from_, given.format
     unit, total = "line" if source.endswith((".jsonl", ".txt")) else "row", 0
-    pin = HubPin(dataset=source, name=name, split=split, revision=revision, columns=columns)
-    for prefix, folder, number, row in _read_numbered_rows(pin):
+    for prefix, folder, number, row in _read_numbered_rows(given):
         total, where = total + 1, f"{prefix}{number + 1}"
         try:
             if row is None:
@@ -81,19 +75,19 @@ def read_prompt_set(
     return problems
 
 
-def _read_numbered_rows(pin: HubPin) -> Iterator[tuple[str, str | None, int, dict[str, Any] | None]]:
+def _read_numbered_rows(given: PromptSet) -> Iterator[tuple[str, str | None, int, dict[str, Any] | None]]:
     """Yield (the file where there are several, its folder, row number from 0, object) as readers.parse_chunk does."""
-    source, path, hub_records = pin.dataset, Path(pin.dataset), dict[str, HubRecord]()
-    if pin.split is None:
+    source, path, hub_records = given.from_, Path(given.from_), dict[str, HubRecord]()
+    if given.split is None:
         if not path.exists():
             raise ValueError(f"{source} not found; put the set's file there, or name another in prepare_prompts.sets")
-        for chunk in readers.read_all_chunks(path, hub_records, choose_columns=lambda file: pin.columns):
+        for chunk in readers.read_all_chunks(path, hub_records, choose_columns=lambda file: given.columns):
             prefix = f"{chunk.source}:" if path.is_dir() else ""
             yield from ((prefix, chunk.folder, *numbered) for numbered in readers.parse_chunk(chunk))
         return
-    first = 0
+    pin, first = HubPin(dataset=source, **given.model_dump(include={"name", "split", "revision"})), 0
     for table in hub_datasets.read_hub_dataset(pin, "prepare_prompts.sets", source, hub_records, path):
-        chunk = readers.RawChunk(source, None, first, readers.ArrowRows.from_frame(table), source, pin.columns)
+        chunk = readers.RawChunk(source, None, first, readers.ArrowRows.from_frame(table), source, given.columns)
         yield from (("", None, *numbered) for numbered in readers.parse_chunk(chunk))
         first += table.height
     if (commit := hub_records[source].commit) != pin.revision:

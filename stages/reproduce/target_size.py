@@ -55,7 +55,7 @@ def _find_config(model: str, revision: str | None) -> tuple[PretrainedConfig, st
         recorded = guarded_files.read_json(path, f"restore it: git checkout {path}", root=path.parent)
         return CONFIG_MAPPING[recorded["config"]["model_type"]].from_dict(recorded["config"]), recorded["recorded_from"]
     if model.endswith(target_files.GGUF_SUFFIX) and Path(model).is_file():
-        return gguf_target.read_gguf_config(Path(model)), "its own metadata"
+        return gguf_target.read_gguf_target(Path(model)).model.config, "its own metadata"
     own = find_target_file(model, revision, "config.json")
     if own and guarded_files.read_json(own, foreign_files.REMEDY).get("model_type") in CONFIG_MAPPING:
         return foreign_files.read_config(own.parent), "its own config.json"

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ async def sample_splits(samplers: "list[ConversationSampler]", concurrency: int)
     While the last answers of a split are awaited, workers go on with the next split: servers have `concurrency` requests until
     the last split ends.
     """
-    queues = [(sampler, sampler.read_groups()) for sampler in samplers]
+    queues = [(s, s.split.read_unfinished_groups(by_conversation=s.history_from_target)) for s in samplers]
 
     async def work() -> None:
         for sampler, queue in queues:
@@ -74,22 +74,18 @@ class ConversationSampler:
         """Return whether later turns quote the target's own answers."""
         return self.context.p.sample_target.history == "target"
 
-    def read_groups(self) -> Iterator[list[TargetRequest]]:
-        return self.split.read_unfinished_groups(by_conversation=self.history_from_target)
-
     async def sample_group(self, group: list[TargetRequest], concurrency: int) -> None:
-        """Sample requests of a split in sequence, once its older shards are nearly done."""
+        """Settle the requests of a group in order, once older shards are nearly done.
+
+        Answers of published shards, which later turns may quote, come from journals.
+        """
         shards = self.split.shards
         while shards.shard_of(group[0].position) > shards.oldest + SHARDS_AHEAD + concurrency // shards.size:
             await asyncio.sleep(0.1)
-        await self._settle_group(group)
-
-    async def _settle_group(self, group: list[TargetRequest]) -> None:
-        """Settle the requests of a group in order. Answers of shards that are already published come from journals."""
         answers: dict[int, dict[str, Any]] = {}  # turn -> the target's own message
         broken = False  # whether an earlier answer that this turn would quote is missing
         for index, request in enumerate(group):
-            is_done = self.split.shards.is_published(request.position)
+            is_done = shards.is_published(request.position)
             history = [answers.get(k, message) for k, message in enumerate(request.messages[: request.answer_index])]
             try:
                 prompt_ids = await _run(self.context.encode_prompt, request, history)
@@ -99,14 +95,19 @@ class ConversationSampler:
                     request, history, prompt_ids, self._find_journals(group[index:]), is_done
                 )
             except UnusableRequestError as error:
-                self._drop_request(request, error, is_done)
+                if not is_done:
+                    self.progress.dropped += 1
+                    self.split.drop_request(request, error)
+                    self.progress.bar.update()
                 broken = self.history_from_target
                 continue
             if not is_done:
                 temperature = self.split.draw_temperature(self.context.p.sample_target.seed, request.id)
                 self.context.settle_answer(self.split, request, temperature, sampled)
                 self.progress.count_row()
-            broken = self.history_from_target and not self._can_be_quoted(sampled)
+            is_whole = bool(sampled.answer_ids) and sampled.finish_reason == "stop"
+            can_be_quoted = is_whole and not self.context.encoder.has_image_token(sampled.answer_ids)
+            broken = self.history_from_target and not can_be_quoted
             # A tool call stays the data's own, since its result follows.
             if self.history_from_target and not broken and "tool_calls" not in (request.answer or {}):
                 answers[request.answer_index] = {"role": "assistant", "content": answer.text}
@@ -153,8 +154,7 @@ class ConversationSampler:
         except http_session.RequestRefusedError as error:
             raise UnusableRequestError("refused", str(error)) from None
         except ValueError as error:
-            servers = self.context.local_servers
-            tail = servers.read_log_tails() if servers else ""
+            tail = self.context.local_servers.read_log_tails() if self.context.local_servers else ""
             raise ValueError(f"sample_target: row {request.row}: {error}{tail}") from None
         self.progress.tokens += answer.completion_tokens or 0
         return answer
@@ -198,17 +198,6 @@ class ConversationSampler:
                 f"sample_target.max_new_tokens {most}; let it obey max_tokens, or raise max_new_tokens"
             )
         return sampled
-
-    def _can_be_quoted(self, sampled: SampledAnswer) -> bool:
-        if not sampled.answer_ids or sampled.finish_reason != "stop":
-            return False
-        return not self.context.encoder.has_image_token(sampled.answer_ids)
-
-    def _drop_request(self, request: TargetRequest, error: UnusableRequestError, is_done: bool) -> None:
-        if not is_done:
-            self.progress.dropped += 1
-            self.split.drop_request(request, error)
-            self.progress.bar.update()
 
 
 async def _run(function: Callable[[TargetRequest, History], T], request: TargetRequest, history: History) -> T:

@@ -17,7 +17,7 @@ from stages.engine.decode_state import DecodeRequest
 from stages.engine.pooled_decode import PooledEngine
 from stages.engine.sampling import SamplingParams
 from stages.params.engines import TORCH
-from stages.runtime.journal import make_journal_key
+from stages.runtime.journal import Journal, make_journal_key
 from stages.sampling import sampled_split
 from stages.sampling.answer_token_ids import SampledAnswer
 from stages.sampling.requests import TargetRequest, UnusableRequestError
@@ -38,20 +38,13 @@ def keep_answers(context: SamplingContext, split: SampledSplit) -> None:
     """Store each turn's own answer after the prompt that the target would have had."""
     for conversation in split.read_conversations():
         missing = [request for request in conversation if not split.shards.is_published(request.position)]
-        turns: list[EncodedTurn] | UnusableRequestError | None = None
+        turns: list[EncodedTurn] = []
         for request in missing:
             try:
-                context.check_usable(request)
                 if request.answer is None:
                     raise UnusableRequestError("no_answer", NO_ANSWER)
-                context.check_not_rendered(request.messages)
-                if hidden := context.encoder.explain_hidden_answer(
-                    request.messages, request.answer_index, request.tools
-                ):
-                    raise UnusableRequestError("not_in_template", hidden)
+                context.check_request(request, request.messages[: request.answer_index + 1], request.messages)
                 turns = turns or _encode_conversation(context, conversation[0])
-                if isinstance(turns, UnusableRequestError):
-                    raise turns
                 prompt_ids, answer_ids = turns[request.num_earlier_answers]
                 context.check_tokens([*prompt_ids, *answer_ids])
             except UnusableRequestError as error:
@@ -61,26 +54,33 @@ def keep_answers(context: SamplingContext, split: SampledSplit) -> None:
             context.settle_answer(split, request, None, SampledAnswer(prompt_ids, answer_ids, "stop", "template"))
 
 
-def _encode_conversation(context: SamplingContext, first: TargetRequest) -> list[EncodedTurn] | UnusableRequestError:
-    """Return the turns of the conversation of its `first` request, or why it has none. Raises ValueError naming the row."""
+def _encode_conversation(context: SamplingContext, first: TargetRequest) -> list[EncodedTurn]:
+    """Return the turns of the conversation of its `first` request. Raises UnusableRequestError, or ValueError naming the row."""
     try:
         return context.encoder.encode_turns(first.messages, first.tools)
     except chat_template.TemplateRefusalError as error:
-        return UnusableRequestError("refused_by_template", str(error))
+        raise UnusableRequestError("refused_by_template", str(error)) from None
     except ValueError as error:
         name = first.id.rpartition(".")[0]
         raise ValueError(f"sample_target: row {name} ({first.origin}), {error}") from None
 
 
 @dataclass(frozen=True)
-class PooledRow:
+class LocalRow:
     """A row to be answered in this process."""
 
     split: SampledSplit
     request: TargetRequest
     prompt_ids: list[int]
     temperature: float
-    key: str  # in its shard's journal
+
+    @property
+    def shard(self) -> int:
+        return self.split.shards.shard_of(self.request.position)
+
+    @property
+    def journal(self) -> Journal:
+        return self.split.shards.journal(self.shard)
 
     def settle(self, context: SamplingContext, ids: list[int], reason: str) -> None:
         """Store an answer that the journal holds."""
@@ -91,8 +91,7 @@ class PooledRow:
 def sample_splits(context: SamplingContext, model: Any, splits: list[SampledSplit]) -> None:
     """Sample whole splits by the torch engine, or by transformers' generate where it can't run the target."""
     engine = _build_engine(context, model)
-    total = sum(split.selection.num_requests for split in splits)
-    with tqdm(total=total, desc="sample", unit="row", mininterval=2) as bar:
+    with sampled_split.show_progress(splits) as bar:
         if isinstance(engine, str):
             context.sampled_by = f"transformers' generate, since {engine}"
             for split in splits:
@@ -100,8 +99,9 @@ def sample_splits(context: SamplingContext, model: Any, splits: list[SampledSpli
             return
         context.sampled_by = TORCH.title
         slots = context.p.sample_target.batch_size or (64 if model.device.type == "cpu" else 512)
-        rows = _read_pooled_rows(context, splits, bar)
-        while pool := list(itertools.islice(rows, POOL_ROWS)):
+        rows = itertools.chain.from_iterable(_read_rows(context, split, bar) for split in splits)
+        waiting = (row for row in rows if not _settle_known(context, row, bar))
+        while pool := list(itertools.islice(waiting, POOL_ROWS)):
             slots = _answer_pool(context, engine, pool, slots, bar)
 
 
@@ -116,53 +116,50 @@ def _build_engine(context: SamplingContext, model: Any) -> PooledEngine | str:
         return str(error)
 
 
-def _read_pooled_rows(context: SamplingContext, splits: list[SampledSplit], bar: tqdm) -> Iterator[PooledRow]:
-    """Yield the rows that no journal answers; drop unusable requests."""
+def _read_rows(context: SamplingContext, split: SampledSplit, bar: tqdm) -> Iterator[LocalRow]:
+    """Yield the rows of shards that are not published; drop unusable requests."""
+    for (request,) in split.read_unfinished_groups(by_conversation=False):
+        try:
+            prompt_ids = context.encode_prompt(request, request.messages[: request.answer_index])
+        except UnusableRequestError as error:
+            split.drop_request(request, error)
+            bar.update()
+        else:
+            temperature = split.draw_temperature(context.p.sample_target.seed, request.id)
+            yield LocalRow(split, request, prompt_ids, temperature)
+
+
+def _make_key(context: SamplingContext, row: LocalRow) -> str:
+    """Return the key of a row's answer by the torch engine in its shard's journal."""
     s = context.p.sample_target
-    for split in splits:
-        for request in itertools.chain.from_iterable(split.read_conversations()):
-            if split.shards.is_published(request.position):
-                bar.update()
-                continue
-            try:
-                prompt_ids = context.encode_prompt(request, request.messages[: request.answer_index])
-            except UnusableRequestError as error:
-                split.drop_request(request, error)
-                bar.update()
-                continue
-            temperature = split.draw_temperature(s.seed, request.id)
-            key = make_journal_key(["engine", request.id, prompt_ids, s.max_new_tokens, temperature, s.top_p, s.seed])
-            row = PooledRow(split, request, prompt_ids, temperature, key)
-            if not prompt_ids:
-                row.settle(context, context.target.eos_token_ids[:1], "stop")  # raises the error that names the row
-            journal = split.shards.journal(split.shards.shard_of(request.position))
-            if key in journal.done:
-                row.settle(context, *journal.done[key])
-                bar.update()
-            else:
-                yield row
+    settings = s.max_new_tokens, row.temperature, s.top_p, s.seed
+    return make_journal_key(["engine", row.request.id, row.prompt_ids, *settings])
 
 
-def _answer_pool(context: SamplingContext, engine: PooledEngine, pool: list[PooledRow], slots: int, bar: tqdm) -> int:
+def _settle_known(context: SamplingContext, row: LocalRow, bar: tqdm) -> bool:
+    """Return whether the row's answer was in its journal, and is stored now."""
+    found = row.journal.done.get(_make_key(context, row))
+    if found:
+        row.settle(context, *found)
+        bar.update()
+    return found is not None
+
+
+def _answer_pool(context: SamplingContext, engine: PooledEngine, pool: list[LocalRow], slots: int, bar: tqdm) -> int:
     """Answer all rows of a pool, each journalled as it ends; halve the slots where memory runs out, and return them."""
     s, eos = context.p.sample_target, set(context.target.eos_token_ids)
-    requests = [
-        DecodeRequest(
-            row.prompt_ids,
-            s.max_new_tokens,
-            sampling=SamplingParams(row.temperature, s.top_p, None, sampled_split.make_seed(s.seed, row.request.id))
-            if row.temperature
-            else None,
-        )
-        for row in pool
-    ]
+    requests = []
+    for row in pool:
+        seed = sampled_split.make_seed(s.seed, row.request.id)
+        sampling = SamplingParams(row.temperature, s.top_p, None, seed) if row.temperature else None
+        requests.append(DecodeRequest(row.prompt_ids, s.max_new_tokens, sampling=sampling))
     missing = list(range(len(pool)))
     while missing:
         answered = set[int]()
         try:
             for index, ids in engine.answer([requests[number] for number in missing], slots):
                 row, answer = pool[missing[index]], (ids, "stop" if ids[-1] in eos else "length")
-                row.split.shards.journal(row.split.shards.shard_of(row.request.position)).add(row.key, answer)
+                row.journal.add(_make_key(context, row), answer)
                 row.settle(context, *answer)
                 answered.add(missing[index])
                 bar.update()
@@ -178,46 +175,25 @@ def _answer_pool(context: SamplingContext, engine: PooledEngine, pool: list[Pool
 
 
 def _generate_split(context: SamplingContext, model: Any, split: SampledSplit, bar: tqdm) -> None:
-    """Sample in batches of one temperature and like prompt lengths, so that little is padding."""
-    s, eos, shards = context.p.sample_target, context.target.eos_token_ids, split.shards
-    pad, processor = context.encoder.pad_token, context.encoder.image_processor
-    all_requests = itertools.chain.from_iterable(split.read_conversations())
-    for number, group in itertools.groupby(all_requests, key=lambda request: shards.shard_of(request.position)):
-        if number in shards.published:
-            bar.update(shards.shard_length(number))
-            continue
-        for first, temperature, batch in _batch_requests(context, split, list(group)):
-            prompts = [ids for _, ids in batch]
-            settings, seed = (s.max_new_tokens, temperature, s.top_p), s.seed + number * s.shard_size + first
-            images = [path for request, _ in batch for path in request.images]
-            key = make_journal_key(["transformers", prompts, images, settings, seed])
-            journal = shards.journal(number)
-            if key not in journal.done:
-                patches = processor.load_patches(images) if processor and images else None
-                journal.add(key, generation.generate_answers(model, prompts, *settings, eos, pad, seed, patches))
-            # Settling may publish the shard, which removes its journal.
-            for (request, prompt_ids), (ids, reason) in zip(batch, list(journal.done[key]), strict=True):
-                context.settle_answer(split, request, temperature, SampledAnswer(prompt_ids, ids, reason, "exact"))
-            bar.update(len(batch))
-
-
-def _batch_requests(
-    context: SamplingContext, split: SampledSplit, group: list[TargetRequest]
-) -> Iterator[tuple[int, float, list[tuple[TargetRequest, list[int]]]]]:
-    """Yield (number of its first row, temperature, requests and their prompts) of each batch; drop unusable requests."""
-    seed, size = context.p.sample_target.seed, context.p.sample_target.batch_size or 64
-    ready = []
-    for request in group:
-        try:
-            prompt_ids = context.encode_prompt(request, request.messages[: request.answer_index])
-        except UnusableRequestError as error:
-            split.drop_request(request, error)
-        else:
-            ready.append((split.draw_temperature(seed, request.id), request, prompt_ids))
-    ready.sort(key=lambda entry: (entry[0], len(entry[2])))
-    first = 0
-    for temperature, same_temperature in itertools.groupby(ready, key=lambda entry: entry[0]):
-        rows = [(request, ids) for _, request, ids in same_temperature]
-        for part in row_lengths.split_ascending([len(ids) for _, ids in rows], MAX_BATCH_TOKENS, size):
-            yield first, temperature, rows[part]
-            first += part.stop - part.start
+    """Sample the shards in batches of one temperature and like prompt lengths, so that little is padding."""
+    s, target, processor = context.p.sample_target, context.target, context.encoder.image_processor
+    for shard, shard_rows in itertools.groupby(_read_rows(context, split, bar), key=lambda row: row.shard):
+        first, ready = shard * s.shard_size, sorted(shard_rows, key=lambda row: (row.temperature, len(row.prompt_ids)))
+        for temperature, same_temperature in itertools.groupby(ready, key=lambda row: row.temperature):
+            rows = list(same_temperature)
+            lengths = [len(row.prompt_ids) for row in rows]
+            for part in row_lengths.split_ascending(lengths, MAX_BATCH_TOKENS, s.batch_size or 64):
+                batch, seed = rows[part], s.seed + first + part.start
+                prompts = [row.prompt_ids for row in batch]
+                settings = s.max_new_tokens, temperature, s.top_p
+                images = [path for row in batch for path in row.request.images]
+                key, journal = make_journal_key(["transformers", prompts, images, settings, seed]), batch[0].journal
+                if key not in journal.done:
+                    patches = processor.load_patches(images) if processor and images else None
+                    ends, pad = target.eos_token_ids, context.encoder.pad_token
+                    journal.add(key, generation.generate_answers(model, prompts, *settings, ends, pad, seed, patches))
+                # Settling may publish the shard, which removes its journal.
+                for row, answer in zip(batch, list(journal.done[key]), strict=True):
+                    row.settle(context, *answer)
+                bar.update(len(batch))
+            first += len(rows)

@@ -137,9 +137,3 @@ class ParquetShardWriter:
 
     def _locate_journal(self, number: int) -> Path:
         return self.folder / "journals" / f"{number:05d}.jsonl"
-
-    def __enter__(self) -> "ParquetShardWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

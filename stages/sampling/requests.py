@@ -71,12 +71,8 @@ class TargetRequest:
     @property
     def images(self) -> list[str]:
         """Return the paths of the images in the prompt, in order."""
-        return [
-            part["image"]
-            for message in self.messages[: self.answer_index]
-            for part in _get_content_parts(message)
-            if "image" in part
-        ]
+        parts = (part for message in self.messages[: self.answer_index] for part in _get_content_parts(message))
+        return [part["image"] for part in parts if "image" in part]
 
 
 @dataclass(frozen=True)
@@ -166,12 +162,10 @@ def _list_requests(row: dict[str, Any], position: int) -> list[TargetRequest]:
     trained = row["trained"] or [True] * len(messages)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and trained[i]]
     for index in [*answers, *([len(messages)] if messages[-1]["role"] != "assistant" else [])]:
-        has_image = any(
-            "image" in part for message in messages[index : index + 1] for part in _get_content_parts(message)
-        )
-        reason, number, name = malformed or ("image_in_answer" if has_image else None), len(found), row["id"]
-        origin = row["source"], row["source_row"], row["verdict"]
-        found.append(TargetRequest(position + number, f"{name}.{number}", messages, index, tools, *origin, reason))
+        has_image = any("image" in part for one in messages[index : index + 1] for part in _get_content_parts(one))
+        reason, number = malformed or ("image_in_answer" if has_image else None), len(found)
+        name, origin = f"{row['id']}.{number}", (row["source"], row["source_row"], row["verdict"])
+        found.append(TargetRequest(position + number, name, messages, index, tools, *origin, reason))
     return found
 
 

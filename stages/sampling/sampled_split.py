@@ -6,32 +6,26 @@ concurrency, shards or servers.
 
 import hashlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from stages.sampling import requests
 from stages.sampling.parquet_shards import ParquetShardWriter
-from stages.sampling.requests import SourceRequests, TargetRequest, UnusableRequestError
+from stages.sampling.requests import TargetRequest, UnusableRequestError
 
-
-@dataclass(frozen=True)
-class StoppingReason:
-    """A reason that stops a run where the first rows are all dropped for it."""
-
-    limit: int  # rows, or as many as are asked for at once
-    problem: str  # of {count} rows
-
-
-STOPPING_REASONS = {
-    "refused": StoppingReason(8, "the servers refused the first {count} rows; correct what they say"),
-    "token_ids_unknown": StoppingReason(
-        32,
-        "the token ids of none of the first {count} answers are known. Let the servers serve this target with its own "
-        "tokenizer, by an engine that returns token ids (vLLM, or SGLang from 0.5.17 on), or set sample_target.backend: "
-        "transformers",
-    ),
+NO_TOKEN_IDS = (
+    "the token ids of none of the first {count} answers are known. Let the servers serve this target with its own tokenizer, "
+    "by an engine that returns token ids (vLLM, or SGLang from 0.5.17 on), or set sample_target.backend: transformers"
+)
+STOPPING_REASONS = {  # of the first rows, where all are dropped for it: of how many at least, and what is told of {count}
+    "refused": (8, "the servers refused the first {count} rows; correct what they say"),
+    "token_ids_unknown": (32, NO_TOKEN_IDS),
 }
 ADVICE_WITHOUT_ROWS = {  # by the reason of most rows
     "truncated": "raise sample_target.max_new_tokens, or the server's own limit if that is lower",
@@ -81,20 +75,15 @@ class SampledSplit:
     def drop_request(self, request: TargetRequest, error: UnusableRequestError) -> None:
         """Set a request that gives no row. Raises ValueError where all rows so far were dropped for one of STOPPING_REASONS."""
         # Servers' answers come in any order: the first is that of the data.
-        dropped = (request.position, f"row {request.row}{f': {error.details}' if error.details else ''}")
-        self.first_dropped[error.reason] = min(self.first_dropped.get(error.reason, dropped), dropped)
-        self._check_first_dropped(error.reason)
-        self.shards.set_row(request.position, None, {f"dropped/{error.reason}": 1})
-
-    def _check_first_dropped(self, reason: str) -> None:
-        stopping, dropped = STOPPING_REASONS.get(reason), select_counts(self.shards.counts, "dropped")
-        if stopping is None or self.shards.counts["rows"] or any(other != reason for other in dropped):
-            return
+        first = (request.position, f"row {request.row}{f': {error.details}' if error.details else ''}")
+        first = self.first_dropped[error.reason] = min(self.first_dropped.get(error.reason, first), first)
+        least, problem = STOPPING_REASONS.get(error.reason, (math.inf, ""))
+        dropped = select_counts(self.shards.counts, "dropped")
         # Refusals come at once, answers later: so many may be refused before the first is there.
-        count = dropped.get(reason, 0) + 1
-        if count >= max(stopping.limit, self.concurrency):
-            problem, first = stopping.problem.format(count=count), self.first_dropped.get(reason, (0, None))[1]
-            raise ValueError(f"sample_target: {problem}. The first: {first}")
+        count = dropped.pop(error.reason, 0) + 1
+        if count >= max(least, self.concurrency) and not dropped and not self.shards.counts["rows"]:
+            raise ValueError(f"sample_target: {problem.format(count=count)}. The first: {first[1]}")
+        self.shards.set_row(request.position, None, {f"dropped/{error.reason}": 1})
 
     def describe_dropped(self) -> list[str]:
         """Return a line for each reason: how many rows were dropped for it, and the first of this run."""
@@ -126,21 +115,11 @@ class SampledSplit:
         )
 
 
-@dataclass(frozen=True)
-class SampleCounts:
-    """The counts of results/sample_report.json. By split are those of each; the others are of all splits together."""
-
-    rows_in: int
-    rows_out: int
-    dropped: dict[str, int]  # by reason
-    not_asked: dict[str, int]  # by split
-    missing: dict[str, int]  # by split: how many fewer requests the data has than were asked for
-    sources: dict[str, dict[str, SourceRequests]]  # by split and file
-    truncated: dict[str, int]  # by split
-    tokens: dict[str, int]  # by split
-    shards: dict[str, int]  # by split
-    token_ids: dict[str, int]  # by origin
-    temperatures: dict[str, int]  # by temperature
+def show_progress(splits: list[SampledSplit]) -> tqdm:
+    """Return a bar of the rows of all splits, those of earlier runs done."""
+    done = sum(split.shards.shard_length(number) for split in splits for number in split.shards.published)
+    rows = sum(split.selection.num_requests for split in splits)
+    return tqdm(total=rows, initial=done, desc="sample", unit="row", mininterval=2)
 
 
 def describe_truncation(splits: list[SampledSplit]) -> str | None:
@@ -169,22 +148,22 @@ def describe_unchecked(splits: list[SampledSplit]) -> str | None:
     )
 
 
-def count_rows(splits: list[SampledSplit]) -> SampleCounts:
-    """Count all rows, those of shards that earlier, killed runs published too."""
+def count_rows(splits: list[SampledSplit]) -> dict[str, Any]:
+    """Return the counts of results/sample_report.json, those of shards that earlier, killed runs published too."""
     total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
-    return SampleCounts(
-        rows_in=sum(split.selection.num_requests for split in splits),
-        rows_out=total["rows"],
-        dropped=select_counts(total, "dropped"),
-        not_asked={split.name: split.selection.num_unrequested for split in splits},
-        missing={split.name: split.num_missing for split in splits},
-        sources={split.name: dict(split.selection.sources) for split in splits},
-        truncated={split.name: split.shards.counts["truncated"] for split in splits},
-        tokens={split.name: split.shards.counts["tokens"] for split in splits},
-        shards={split.name: split.shards.num_shards for split in splits},
-        token_ids=select_counts(total, "token_ids"),
-        temperatures=select_counts(total, "temperature"),
-    )
+    return {
+        "rows_in": sum(split.selection.num_requests for split in splits),
+        "rows_out": total["rows"],
+        "dropped": select_counts(total, "dropped"),
+        "not_asked": {split.name: split.selection.num_unrequested for split in splits},
+        "missing": {split.name: split.num_missing for split in splits},  # of those that were asked for
+        "sources": {split.name: {n: asdict(c) for n, c in split.selection.sources.items()} for split in splits},
+        "truncated": {split.name: split.shards.counts["truncated"] for split in splits},
+        "tokens": {split.name: split.shards.counts["tokens"] for split in splits},
+        "shards": {split.name: split.shards.num_shards for split in splits},
+        "token_ids": select_counts(total, "token_ids"),  # by origin
+        "temperatures": select_counts(total, "temperature"),
+    }
 
 
 def select_counts(counts: Counter[str], kind: str) -> dict[str, int]:

@@ -1,10 +1,10 @@
 """The inputs that every backend of sample_target shares: the target, the encoder of its prompts, and where answers go."""
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -14,9 +14,9 @@ from stages.params import schema
 from stages.params.draft_sections import LEAST_COVERAGE
 from stages.runtime import scratch
 from stages.sampling.answer_token_ids import SampledAnswer
-from stages.sampling.requests import TargetRequest, UnusableRequestError
+from stages.sampling.requests import Messages, TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
-from stages.target import chat_template, manifest
+from stages.target import chat_template, manifest, template_facts, vision
 from stages.target.prompt_encoder import PromptEncoder
 
 FIRST_ANSWERS = 64  # of training, after which a run says what only its end would show
@@ -34,27 +34,23 @@ class FirstAnswers:
 
     def add(self, ids: list[int], is_cut: bool) -> None:
         """Count an answer; after FIRST_ANSWERS print what is wrong with them."""
+        if self.count == FIRST_ANSWERS:
+            return
+        self.count, self.num_cut = self.count + 1, self.num_cut + is_cut
+        self.tokens.update(ids)
         if self.count < FIRST_ANSWERS:
-            self.count, self.num_cut = self.count + 1, self.num_cut + is_cut
-            self.tokens.update(ids)
-            if self.count == FIRST_ANSWERS:
-                for line in self.list_warnings():
-                    tqdm.write(f"warning: {line}")
-
-    def list_warnings(self) -> list[str]:
-        found = []
+            return
         if 2 * self.num_cut >= self.count:
-            found.append(
-                f"{self.num_cut} of the first {self.count} answers are cut at sample_target.max_new_tokens "
+            tqdm.write(
+                f"warning: {self.num_cut} of the first {self.count} answers are cut at sample_target.max_new_tokens "
                 f"{self.max_new_tokens}, and drafts learn nothing of how answers go on; raise it"
             )
         covered = sum(count for _, count in islice(self.tokens.most_common(), self.vocab_size)) / self.tokens.total()
         if covered < LEAST_COVERAGE:
-            found.append(
-                f"the {self.vocab_size} most frequent tokens cover {covered:.0%} of the first {self.count} answers, and no "
-                "other can be drafted; raise init_draft.draft_vocab_size"
+            tqdm.write(
+                f"warning: the {self.vocab_size} most frequent tokens cover {covered:.0%} of the first {self.count} answers, and "
+                "no other can be drafted; raise init_draft.draft_vocab_size"
             )
-        return found
 
 
 @dataclass
@@ -74,19 +70,33 @@ class SamplingContext:
         vocab_size = self.p.init_draft.choose_vocab_size(self.target.vocab_size)
         self.first_answers = FirstAnswers(vocab_size, self.p.sample_target.max_new_tokens)
 
-    def check_usable(self, request: TargetRequest) -> None:
-        """Decode the request's images. Raises UnusableRequestError where it can't be sampled."""
+    def check_request(self, request: TargetRequest, shown: Messages, whole: Messages) -> None:
+        """Raise UnusableRequestError for a request that can't be sampled; its images are decoded.
+
+        The chat template must show all of `shown`, and have rendered none of `whole` before: that would be rendered twice.
+        """
         if request.unusable_reason:
             raise UnusableRequestError(request.unusable_reason)
-        if problem := self.encoder.explain_image_problem(request.messages[: request.answer_index + 1], request.images):
-            raise UnusableRequestError(*problem)
-
-    def encode_prompt(self, request: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
-        """Return the ids of a request's prompt, the conversation `history`. Raises UnusableRequestError where it has none."""
-        self.check_usable(request)
-        self.check_not_rendered(history)
-        if hidden := self.encoder.explain_hidden(history, request.tools):
+        tokenizer, processor = self.encoder.tokenizer, self.encoder.image_processor
+        if processor is not None:
+            mark, own = (
+                tokenizer.convert_ids_to_tokens(processor.image_token_id),
+                request.messages[: request.answer_index + 1],
+            )
+            if any(mark in json.dumps(message, ensure_ascii=False) for message in own):
+                raise UnusableRequestError("picture_token_in_text")  # the target would expect an image there
+            try:
+                processor.count_image_tokens(request.images)
+            except vision.UnreadableImageError as error:
+                raise UnusableRequestError("image_unreadable", str(error)) from None
+        if rendered := chat_template.explain_rendered(tokenizer, whole):
+            raise UnusableRequestError("rendered_already", rendered)
+        if hidden := template_facts.explain_hidden(tokenizer, shown, request.tools):
             raise UnusableRequestError("not_in_template", hidden)
+
+    def encode_prompt(self, request: TargetRequest, history: Messages) -> list[int]:
+        """Return the ids of a request's prompt, the conversation `history`. Raises UnusableRequestError where it has none."""
+        self.check_request(request, history, history)
         try:
             ids = self.encoder.encode_prompt(request.row, history, request.tools, request.images)
         except chat_template.TemplateRefusalError as error:
@@ -94,14 +104,9 @@ class SamplingContext:
         self.check_tokens(ids)
         return ids
 
-    def check_not_rendered(self, messages: list[dict[str, Any]]) -> None:
-        """Raise UnusableRequestError for messages that the chat template has rendered already: they would be rendered twice."""
-        if problem := self.encoder.explain_rendered(messages):
-            raise UnusableRequestError("rendered_already", problem)
-
     def check_tokens(self, ids: list[int]) -> None:
         """Raise UnusableRequestError for a token that the target's embedding has no row for."""
-        if unknown := self.encoder.explain_unknown_token(ids):
+        if unknown := chat_template.explain_unknown_token(self.encoder.tokenizer, ids, self.target.vocab_size):
             raise UnusableRequestError("token_beyond_embedding", unknown)
 
     def settle_answer(

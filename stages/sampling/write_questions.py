@@ -120,20 +120,16 @@ def judge_question(text: str, reason: str, seen: set[str]) -> str:
 
 
 def describe_questions(questions: list[str], counts: Counter[str]) -> str:
-    """Return counts, lengths and scripts in a line."""
+    """Return counts, length and scripts in a line."""
     dropped = ", ".join(f"{number} {why}" for why, number in counts.most_common() if why != "kept")
     told = f"{counts.total()} written, {counts['kept']} kept" + (f" ({dropped})" if dropped else "")
     if not questions:
         return told
-    lengths = sorted(len(question.split()) for question in questions)
     letters = (letter for question in questions for letter in question if letter.isalpha())
     scripts = Counter(unicodedata.name(letter, "OTHER").split()[0].title() for letter in letters)
     shares = ", ".join(f"{script} {number / scripts.total():.0%}" for script, number in scripts.most_common(3))
-    asked = sum("?" in question for question in questions) / len(questions)
-    return (
-        f"{told}; {fmean(lengths):.0f} words on average, {lengths[len(lengths) // 2]} in the median, {lengths[-1]} at most; "
-        f"{asked:.0%} with a question mark; letters: {shares or 'none'}"
-    )
+    words = fmean(len(question.split()) for question in questions)
+    return f"{told}; {words:.0f} words on average; letters: {shares or 'none'}"
 
 
 if __name__ == "__main__":

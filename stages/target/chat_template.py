@@ -11,36 +11,20 @@ The loss mask of a row is its answer. `encode_turns` gives one row per turn, wit
 and gpt-oss drop earlier thoughts).
 """
 
-import copy
-import datetime
 import os
-from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from transformers import AutoTokenizer
 
 from stages.target import foreign_files
-from stages.target.template_facts import (
-    ANSWER,
-    ASK,
-    PROBES,
-    Messages,
-    apply_template,
-    facts_by_tokenizer,
-    fix_date,
-    probe_template,
-    write_as_parts,
-)
+from stages.target.template_facts import ANSWER, ASK, PROBES, Messages, apply_template, probe_template, write_as_parts
 
 OWN_ANSWERS = (
     "the data's answers can't be masked by it: set sample_target.backend: transformers or server, which ask the target, or "
     "write a template whose history has what it prompts with (target.chat_template)"
 )
-_closers_by_tokenizer: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
-_marks_by_tokenizer: WeakKeyDictionary[Any, tuple[tuple[str, ...], str]] = WeakKeyDictionary()
 
 
 class TemplateRefusalError(ValueError):
@@ -60,21 +44,6 @@ def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | No
     return tokenizer
 
 
-def list_dated_prompts(
-    tokenizer: Any, fixed: datetime.date, messages: Messages, thinking: bool | None, tools: Messages | None
-) -> Iterator[list[int]]:
-    """Yield the prompt as a server has rendered it by its own today: of today, of each day back to `fixed`, and of the two days
-    around, by other time zones.
-    """
-    own = tokenizer.chat_template.split("{% endmacro %}\n", 1)[1]
-    today = datetime.date.today()
-    for ago in (*range((today - fixed).days + 2), -1):
-        other = copy.copy(tokenizer)
-        other.chat_template = fix_date(own, today - datetime.timedelta(ago))
-        facts_by_tokenizer[other] = probe_template(tokenizer)
-        yield encode_prompt(other, messages, thinking, tools)
-
-
 def explain_unknown_token(tokenizer: Any, ids: list[int], vocab_size: int) -> str | None:
     """Return the first token of `ids` that an embedding of `vocab_size` rows lacks, and what to do; None where it has all."""
     unknown = next((token for token in ids if token >= vocab_size), None)
@@ -82,8 +51,7 @@ def explain_unknown_token(tokenizer: Any, ids: list[int], vocab_size: int) -> st
         return None
     return (
         f"the text needs the token {tokenizer.convert_ids_to_tokens(unknown)!r}, id {unknown}, expected one of the {vocab_size} "
-        "rows of the target's embedding: it was added to the tokenizer alone; take it out of the text or the chat template, or "
-        "resize the target's embedding (resize_token_embeddings) and train that row"
+        "rows of the target's embedding; take it out of the text or the chat template, or give the target a trained row for it"
     )
 
 
@@ -140,19 +108,19 @@ def encode_turns(
 def check_loss_mask(row: str, prompt: list[int], answer: list[int], eos: list[int], complete: bool = True) -> None:
     """Raise ValueError naming the row, for a mask of all zeros, of all ones, or without an end token."""
     if not answer or (complete and all(token in eos for token in answer)):
-        raise ValueError(
-            f"row {row}: its mask is all zero, expected at least one token to learn: the template renders nothing for "
-            "its answer. Correct the row, or the template"
+        problem = (
+            "its mask is all zero, expected at least one token to learn: the template renders nothing for its answer"
         )
-    if not prompt:
-        raise ValueError(
-            f"row {row}: its mask is all one, expected a prompt before the answer; correct the row, or the template"
-        )
-    if complete and answer[-1] not in eos:
-        raise ValueError(
-            f"row {row}: its answer ends in token {answer[-1]}, expected one of the target's ({', '.join(map(str, eos))}): a "
-            "draft would not learn to end. Correct the template, or eos_token_id in the target's generation_config.json"
-        )
+    elif not prompt:
+        problem = "its mask is all one, expected a prompt before the answer"
+    elif complete and answer[-1] not in eos:
+        ends = ", ".join(map(str, eos))
+        problem = f"its answer ends in token {answer[-1]}, expected one of the target's ({ends}): a draft would not learn to end"
+    else:
+        return
+    raise ValueError(
+        f"row {row}: {problem}; correct the row, the template, or eos_token_id in the target's generation_config.json"
+    )
 
 
 def encode_behind(tokenizer: Any, prompt: str, prompt_ids: list[int], text: str) -> list[int]:
@@ -203,18 +171,10 @@ def encode_answer(
 def find_end_token(tokenizer: Any, eos: list[int]) -> int:
     """Return the end token with which the template closes an answer; a target may have several.
 
-    Where the template shows none (DeepSeek-R1-Distill's opens a thought in the prompt that its history drops; others close an
-    answer between turns only), that of its history, else the first.
+    Where the template shows none behind a last answer (some close an answer between turns only), that of its history, else the
+    first.
     """
-    closing = _find_closers(tokenizer)
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        _, probe = encode_turns(tokenizer, turns, eos)[0]
-    except ValueError:
-        probe = []
-    if probe and probe[-1] in eos:
-        return probe[-1]
-    return next((token for token in eos if token in closing), eos[0])
+    return next((token for closing in _list_closing(tokenizer) for token in closing if token in eos), eos[0])
 
 
 def _render_messages(
@@ -253,15 +213,20 @@ def find_closing_token(tokenizer: Any, known: set[int]) -> int | None:
 
     A header is none that closes: the text behind the answer is compared with those before the question and the answer.
     """
-    special = tokenizer.get_added_vocab()
     for messages in ([ASK, ANSWER], [ASK, ANSWER, {"role": "user", "content": "aerienext"}]):
         with suppress(TemplateRefusalError):
             before, _, rest = _render_messages(tokenizer, messages, False, None).rpartition("aerieanswer")
             behind, opening = rest.partition("aerienext")[0].strip(), before.partition("aeriequestion")
-            found = sorted((behind.find(text), -len(text), token) for text, token in special.items() if text in behind)
+            found = _find_special(tokenizer, behind)
             if found and not any(text.rstrip().endswith(behind) for text in (opening[0], opening[2])):
-                return None if known & {token for *_, token in found} else found[0][2]
+                return None if known.intersection(found) else found[0]
     return None
+
+
+def _find_special(tokenizer: Any, text: str) -> list[int]:
+    """Return the added tokens in a text by their first places; of those that begin at one place the longest first."""
+    added = tokenizer.get_added_vocab().items()
+    return [token for *_, token in sorted((text.find(own), -len(own), token) for own, token in added if own in text)]
 
 
 def explain_rendered(tokenizer: Any, messages: Messages) -> str | None:
@@ -286,27 +251,17 @@ def explain_rendered(tokenizer: Any, messages: Messages) -> str | None:
     return None
 
 
+@lru_cache(maxsize=8)
 def _find_turn_marks(tokenizer: Any) -> tuple[tuple[str, ...], str]:
     """Return the special tokens that open or close a user's turn or close an answer, and the header of an answer."""
-    if tokenizer not in _marks_by_tokenizer:
-        turn, prompt = (_render_messages(tokenizer, [ASK], header, None) for header in (False, True))
-        special = {text for text, token in tokenizer.get_added_vocab().items() if token in tokenizer.all_special_ids}
-        closing = {str(text) for text in tokenizer.convert_ids_to_tokens(sorted(_find_closers(tokenizer)))}
-        found = sorted(closing | {text for text in special if text in turn})
-        _marks_by_tokenizer[tokenizer] = tuple(found), prompt.removeprefix(turn).strip()
-    return _marks_by_tokenizer[tokenizer]
+    turn, prompt = (_render_messages(tokenizer, [ASK], header, None) for header in (False, True))
+    special = {text for text, token in tokenizer.get_added_vocab().items() if token in tokenizer.all_special_ids}
+    closing = set(tokenizer.convert_ids_to_tokens([tokens[0] for tokens in _list_closing(tokenizer) if tokens]))
+    return tuple(sorted(closing | {text for text in special if text in turn})), prompt.removeprefix(turn).strip()
 
 
-def _find_closers(tokenizer: Any) -> frozenset[int]:
-    """Return the special tokens that close an answer in the history."""
-    if tokenizer not in _closers_by_tokenizer:
-        turns = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "answer"), ("user", "b"))]
-        found: set[str] = set()
-        for messages in (turns, turns[:2]):
-            behind = _render_messages(tokenizer, messages, False, None).rpartition("answer")[2]
-            special = tokenizer.get_added_vocab()
-            offsets = {text: behind.find(text) for text in special if text in behind}
-            if offsets:
-                found.add(min(offsets, key=lambda text: (offsets[text], -len(text))))
-        _closers_by_tokenizer[tokenizer] = frozenset(tokenizer.convert_tokens_to_ids(text) for text in found)
-    return _closers_by_tokenizer[tokenizer]
+@lru_cache(maxsize=8)
+def _list_closing(tokenizer: Any) -> list[list[int]]:
+    """Return the added tokens behind a last answer, and behind one of the history: the first of each closes it."""
+    rendered = [_render_messages(tokenizer, turns, False, None) for turns in ([ASK, ANSWER], [ASK, ANSWER, ASK])]
+    return [_find_special(tokenizer, text.rpartition("aerieanswer")[2]) for text in rendered]

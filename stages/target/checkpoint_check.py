@@ -5,64 +5,53 @@ temperature 0 then differ, and hidden states are of a third model. The class is 
 are compared without its memory; the values are read once from the files, a tensor at a time.
 """
 
-import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from stages.params import target_files
 from stages.params.units import list_first
-from stages.target import foreign_files
+from stages.target import foreign_files, quantisation
 from stages.target.loading import read_model
 
 MAX_NAMES = 4  # of tensors in a message; further ones are counted
 
 
-def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_key: str | None = None) -> None:
+def check_checkpoint(model: str, folder: Path, trust_remote_code: bool) -> None:
     """Raise ValueError naming the tensors that the target's files lack, that its class does not know, that have another shape,
     or that are not finite; and where its class can't be built at all, as without the library of its quantisation.
     """
-    for file in target_files.list_weight_files(folder):
-        with foreign_files.refuse_unreadable(str(file), "safetensors"), safe_open(file, framework="pt"):
-            pass
-    key = f"params.yaml: target.model {model}"
+    for _ in foreign_files.iterate_tensors(folder):
+        pass
+    key, config = f"params.yaml: target.model {model}", foreign_files.read_config(folder, trust_remote_code)
+    found: dict[str, Any] = {}  # transformers' report of loading: missing, unexpected and mismatched names
+    options = {"device_map": {"": "meta"}, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        found = _load_names(folder, trust_remote_code)
+        _, found = read_model(str(folder), config, trust_remote_code, **options)
     except Exception as error:  # a class may raise anything
-        words = " ".join(str(error).split())[:300]
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        is_quantised = quantisation.read_method(config) is not None
         # Remote code may need memory for its weights to be built, and a quantisation its own device.
-        is_quantised = _is_quantised(folder)
-        if trust_remote_code or (is_quantised and not isinstance(error, ImportError)):
-            print(
-                f"names of weights were not compared: the class of {model} can't be built so: {type(error).__name__}: {words}"
-            )
-            found = {}
-        else:
-            quantised = " (its weights are quantised)" if is_quantised else ""
-            raise ValueError(
-                f"{key}: transformers can't load it{quantised}: {type(error).__name__}: {words}; install what it names, or take "
-                "the checkpoint in bfloat16"
-            ) from None
+        if not trust_remote_code and (isinstance(error, ImportError) or not is_quantised):
+            found_as = "load it (its weights are quantised)" if is_quantised else "load it"
+            advice = "install what it names, or take the checkpoint in bfloat16"
+            raise ValueError(f"{key}: transformers can't {found_as}: {words}; {advice}") from None
+        print(f"names of weights were not compared: the class of {model} can't be built so: {words}")
     problems = []
     if missing := sorted(found.get("missing_keys", ())):
-        problems.append(
-            f"lack {list_first(missing, MAX_NAMES)}, which transformers would draw at random, in each process anew"
-        )
+        problems.append(f"lack {list_first(missing, MAX_NAMES)}, which transformers would draw anew in each process")
     if mismatched := sorted(found.get("mismatched_keys", ())):
         shapes = [f"{name} {tuple(given)} where its config says {tuple(wanted)}" for name, given, wanted in mismatched]
         problems.append(f"have {list_first(shapes, MAX_NAMES)}")
     # Names of the files may hold newlines.
-    if unexpected := sorted(" ".join(n.split()) for n in {*found.get("unexpected_keys", ())} - {lm_head_key}):
+    if unexpected := sorted(" ".join(n.split()) for n in found.get("unexpected_keys", ())):
         problems.append(f"have {list_first(unexpected, MAX_NAMES)}, which its class does not know")
     if errors := found.get("error_msgs"):
         problems.append(f"can't be converted: {errors[0]}")
     if problems:
         raise ValueError(
-            f"{key}: its files of weights {'; '.join(problems)}. Expected exactly the tensors of its config.json: save the model "
-            "again with save_pretrained (with a prefix _orig_mod. the module inside), or correct the config"
+            f"{key}: its files of weights {'; '.join(problems)}. Expected exactly the tensors of its config.json: save it again "
+            "by save_pretrained (with a prefix _orig_mod. the module inside), or correct the config"
         )
     if broken := _find_broken(folder):
         raise ValueError(
@@ -71,46 +60,16 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
         )
 
 
-def _load_names(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
-    """Return transformers' report of loading: missing, unexpected and mismatched names."""
-    config = foreign_files.read_config(folder, trust_remote_code)
-    _, report = read_model(
-        str(folder),
-        config,
-        trust_remote_code,
-        device_map={"": "meta"},
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    return dict(report)
-
-
-def _is_quantised(folder: Path) -> bool:
-    with suppress(OSError, ValueError):
-        return "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return False
-
-
 def _find_broken(folder: Path) -> list[str]:
     """Return the names of the tensors that hold NaN or infinity."""
     broken = []
-    for file in target_files.list_weight_files(folder):
-        with (
-            foreign_files.refuse_unreadable(str(file), "the target's weights"),
-            safe_open(file, framework="pt") as tensors,
-        ):
-            for name in tensors.keys():  # noqa: SIM118 - not a dict
-                tensor = tensors.get_tensor(name)
-                if tensor.is_floating_point() and not _is_finite(tensor):
-                    broken.append(name)
+    for name, file in foreign_files.iterate_tensors(folder):
+        tensor = file.get_tensor(name)
+        # 8-bit floats have no comparisons. A sum in float32 is as telling as every element, and quicker.
+        wide = tensor if tensor.element_size() > 1 else tensor.to(torch.float32)
+        if tensor.is_floating_point() and not wide.sum(dtype=torch.float32).isfinite() and not wide.isfinite().all():
+            broken.append(name)
     return broken
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    # 8-bit floats have no comparisons. A sum is as telling as every element, and overflows in float16 alone.
-    wide = tensor if tensor.element_size() > 1 else tensor.to(torch.float32)
-    total = wide.sum(dtype=torch.float64 if wide.dtype == torch.float64 else torch.float32)
-    return bool(total.isfinite()) or bool(wide.isfinite().all())
 
 
 def check_end_tokens(model: str, vocab_size: int, eos_token_ids: list[int]) -> None:

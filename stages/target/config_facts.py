@@ -40,6 +40,9 @@ def read_config_facts(whole: PretrainedConfig) -> dict[str, Any]:
     """
     config = whole.get_text_config()
     heads, hidden = _read_required(config, "num_attention_heads"), _read_required(config, "hidden_size")
+    tied = _read_first(
+        whole, "tie_word_embeddings"
+    )  # the outer config decides, else the text config, as in transformers
     rope = read_rope_parameters(config)
     if "mrope_section" in rope:
         rope["mrope_interleaved"] = is_mrope_interleaved(config)
@@ -54,26 +57,16 @@ def read_config_facts(whole: PretrainedConfig) -> dict[str, Any]:
         "rms_norm_eps": _read_required(config, "rms_norm_eps"),
         "rope": rope,
         "max_position_embeddings": _read_required(config, "max_position_embeddings"),
-        "tie_word_embeddings": has_tied_embeddings(whole),
+        "tie_word_embeddings": bool(_read_first(config, "tie_word_embeddings") if tied is None else tied),
     }
     counts = {name: facts[name] for name in facts if name not in ("rms_norm_eps", "rope", "tie_word_embeddings")}
     wrong = {name: value for name, value in counts.items() if type(value) is not int or value < 1}
     numbers = {"rms_norm_eps": facts["rms_norm_eps"], "rope_theta": rope["rope_theta"]}
-    wrong |= {name: value for name, value in numbers.items() if not _is_positive(value)}
+    wrong |= {n: x for n, x in numbers.items() if type(x) not in (int, float) or not 0 < x < math.inf}
     if wrong:
         listed = ", ".join(f"{name} {str(value)[:60]!r}" for name, value in wrong.items())
         raise ValueError(f"the target's config.json has {listed}, expected numbers above 0; correct it")
     return facts
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def has_tied_embeddings(whole: PretrainedConfig) -> bool:
-    """Return whether embedding and head are one table: by the outer config, else by the text config, as in transformers."""
-    outer = _read_first(whole, "tie_word_embeddings")
-    return bool(outer if outer is not None else _read_first(whole.get_text_config(), "tie_word_embeddings"))
 
 
 def read_rope_parameters(config: PretrainedConfig) -> dict[str, Any]:

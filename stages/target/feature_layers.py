@@ -29,27 +29,17 @@ def default_eagle3_feature_layers(num_layers: int) -> list[int]:
     return engine_default_feature_layers(num_layers)
 
 
-def default_block_feature_layers(num_layers: int, num_draft_layers: int = NUM_BLOCK_DRAFT_LAYERS) -> list[int]:
-    """Return the layers of a block draft with `num_draft_layers` layers, one for each: 36 blocks give 2 10 18 26 34.
-
-    These are the defaults of DFlash, SpecForge, DeepSpec and SGLang, evenly spread from after layer 1 to after layer n - 3.
-    A target with too few blocks for as many different ones has them spread over all its inner streams, at most n - 1.
-    """
-    if num_draft_layers == 1:
-        return [min(num_layers // 2 + 1, num_layers - 1)]
-    published = to_entering_ids(_spread_evenly(1, num_layers - 3, num_draft_layers))
-    if num_layers > 4 and len(set(published)) == num_draft_layers:
-        return published
-    count = min(num_draft_layers, num_layers - 1)
-    return _spread_evenly(1, num_layers - 1, count) if count > 1 else [1]
-
-
 def choose_block_feature_layers(stored: Sequence[int], num_layers: int) -> list[int]:
     """Return the stored layers that a block draft reads by default: the published five if all are stored, else all stored.
 
-    Their number does not depend on the draft's own layers: a small draft gains by each of them too.
+    The five are the defaults of DFlash, SpecForge, DeepSpec and SGLang, evenly spread from after layer 1 to after layer n - 3: 36
+    blocks give 2 10 18 26 34. A target with too few blocks for five has all its inner streams. Their number does not depend on
+    the draft's own layers: a small draft gains by each of them too.
     """
-    published = default_block_feature_layers(num_layers)
+    published = to_entering_ids(_spread_evenly(1, num_layers - 3, NUM_BLOCK_DRAFT_LAYERS))
+    if num_layers <= 4 or len(set(published)) < NUM_BLOCK_DRAFT_LAYERS:
+        count = min(NUM_BLOCK_DRAFT_LAYERS, num_layers - 1)
+        published = _spread_evenly(1, num_layers - 1, count) if count > 1 else [1]
     return published if set(published) <= set(stored) else list(stored)
 
 

@@ -71,7 +71,5 @@ def link_target(source: Path, folder: Path, eos: list[int], chat_template: str |
 
 
 def _cut_at_end_token(ids: list[int], eos: list[int]) -> tuple[list[int], str]:
-    for position, token in enumerate(ids):
-        if token in eos:
-            return ids[: position + 1], "stop"
-    return ids, "length"
+    end = next((position for position, token in enumerate(ids) if token in eos), None)
+    return (ids, "length") if end is None else (ids[: end + 1], "stop")

@@ -23,7 +23,6 @@ from stages.runtime import guarded_files
 VERSIONS = (2, 3)
 NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # by type of value
 STRING, ARRAY = 8, 9
-MAX_DIMENSIONS, MAX_COUNT = 4, 2**24  # the largest vocabularies have a million merges
 BLOCKS_OF_A_ROW = 1 << 10
 LEAST_SHARE = 0.01  # of the weights, for a type to be named: norms are F32 in every file
 
@@ -81,13 +80,11 @@ class _Header:
             raise ValueError(f"{magic!r}, version {version} (GGUF, {' or '.join(map(str, VERSIONS))})")
         keys: dict[str, Any] = {}
         for _ in range(num_keys):  # each name is another, so bytes that are no header end at once
-            name, (kind,) = self.read_string(), self.unpack("I")
+            (name,), (kind,) = self.read_strings(1), self.unpack("I")
             if not name or name in keys:
                 raise ValueError(f"the key {name!r} a second time" if name else "a key without name")
-            keys[name] = self.read_value(kind)
+            keys[name] = self.read_values(*self.unpack("IQ")) if kind == ARRAY else self.read_values(kind, 1)[0]
         alignment = keys.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"general.alignment {alignment!r}")
         tensors: dict[str, GgufTensor] = {}
         for _ in range(num_tensors):
             tensor = self.read_tensor_info()
@@ -109,14 +106,8 @@ class _Header:
         self.at += struct.calcsize(f"<{form}")
         return found
 
-    def read_string(self) -> str:
-        (length,) = self.unpack("Q")
-        self.check_room(length)
-        self.at += length
-        return str(self.data[self.at - length : self.at], "utf-8")
-
     def read_strings(self, count: int) -> list[str]:
-        """Return strings, a vocabulary's in a third of the time that read_string takes."""
+        """Return strings; of a vocabulary without a call for each, which takes three times as long."""
         data, at, found, unpack = self.data, self.at, [], struct.Struct("<Q").unpack_from
         for _ in range(count):
             (length,) = unpack(data, at)
@@ -127,44 +118,20 @@ class _Header:
         self.at = at
         return [str(text, "utf-8") for text in found]
 
-    def read_value(self, kind: int) -> Any:
+    def read_values(self, kind: int, count: int) -> list[Any]:
         if kind == STRING:
-            return self.read_string()
-        if kind != ARRAY:
-            return self.unpack(self.find_number(kind))[0]
-        kind, count = self.unpack("IQ")
-        if count > MAX_COUNT:
-            raise ValueError(f"{count} values of one key")
-        if kind == STRING:
-            self.check_room(8 * count)
             return self.read_strings(count)
-        form = self.find_number(kind)
-        self.check_room(struct.calcsize(form) * count)
-        return list(self.unpack(f"{count}{form}"))
+        if kind not in NUMBERS:
+            raise ValueError(f"a value of the unknown type {kind}")
+        return list(self.unpack(f"{count}{NUMBERS[kind]}"))
 
     def read_tensor_info(self) -> GgufTensor:
-        name, (dimensions,) = self.read_string(), self.unpack("I")
-        if dimensions > MAX_DIMENSIONS:
-            raise ValueError(f"{name} with {dimensions} dimensions")
+        (name,), (dimensions,) = self.read_strings(1), self.unpack("I")
         shape = self.unpack(f"{dimensions}Q")[::-1] or (1,)
         number, start = self.unpack("IQ")
-        if number not in set(GGMLQuantizationType):
-            raise ValueError(f"{name} of a type that the gguf package does not know ({number})")
         kind = GGMLQuantizationType(number)
         block, size = GGML_QUANT_SIZES[kind]
         if 0 in shape or shape[-1] % block:
             raise ValueError(f"{name} of {kind.name} with the shape {shape}")
-        try:
-            dequantize(np.zeros((1, size), np.uint8), kind)
-        except NotImplementedError:
-            raise ValueError(f"{name} in {kind.name}, which the gguf package can't dequantise") from None
+        dequantize(np.zeros((1, size), np.uint8), kind)  # raises for a type that the gguf package can't dequantise
         return GgufTensor(name, shape, kind, start, prod(shape) // block * size)
-
-    def find_number(self, kind: int) -> str:
-        if kind not in NUMBERS:
-            raise ValueError(f"a value of the unknown type {kind}")
-        return NUMBERS[kind]
-
-    def check_room(self, size: int) -> None:
-        if size > len(self.data) - self.at:
-            raise ValueError(f"{size} bytes named at {self.at} of {len(self.data)}")

@@ -9,10 +9,11 @@ Every tensor and every key of the architecture is read, known to change nothing,
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from stages.runtime.guarded_files import is_parser_error
 from stages.target.gguf_reader import GgufFile, read_gguf
 from stages.target.gguf_tokenizer import SPECIAL_TOKENS, build_tokenizer, list_end_tokens
 
-T = TypeVar("T")
 MAX_NAMES = 4  # of tensors and keys in a message
 KEYS = {  # of a config, by a file's; what they are without one is in _read_config
     "context_length": "max_position_embeddings",
@@ -76,11 +76,6 @@ NORMED_TWICE = {
     "pre_feedforward_layernorm": ("ffn_norm",),
     "post_feedforward_layernorm": ("post_ffw_norm",),
 }
-GEMMA2_KEYS = {
-    "attention.sliding_window": "sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
 
 
 @dataclass(frozen=True)
@@ -112,10 +107,9 @@ ARCHITECTURES = {
         no_change=frozenset({"attention.sliding_window"}),
     ),
     "gemma": Architecture("gemma", adds_one=True),
-    "gemma2": Architecture("gemma2", GEMMA2_KEYS, NORMED_TWICE, adds_one=True),
-    "gemma3": Architecture("gemma3_text", GEMMA2_KEYS, NORMED_TWICE, adds_one=True),
+    "gemma3": Architecture("gemma3_text", {"attention.sliding_window": "sliding_window"}, NORMED_TWICE, adds_one=True),
 }
-SWITCHED_SCALE = {("gemma2", 46), ("gemma3", 62)}  # the 27B ones: attention is scaled by hidden_size / heads
+GEMMA3_27B_BLOCKS = 62  # its attention is scaled by hidden_size / heads
 
 
 @dataclass(frozen=True)
@@ -140,11 +134,6 @@ class GgufTarget:
         return weight.reshape(self.model.get_parameter(name).shape).to(torch.bfloat16)
 
 
-def read_gguf_config(path: Path) -> PretrainedConfig:
-    """Return the config of a GGUF file. Raises ValueError as read_gguf_target."""
-    return read_gguf_target(path).model.config
-
-
 def write_gguf_target(path: Path, folder: Path) -> str:
     """Write the file's config, tokenizer and weights in bfloat16 to `folder`; return what the weights are, in words.
 
@@ -152,8 +141,10 @@ def write_gguf_target(path: Path, folder: Path) -> str:
     """
     target = read_gguf_target(path)
     logging.disable_progress_bar()
-    _explain(path, lambda: build_tokenizer(target.file.keys)).save_pretrained(folder)
-    weights = _explain(path, lambda: {name: target.read_weight(name) for name in target.tensors})
+    with _name_file(path):
+        tokenizer = build_tokenizer(target.file.keys)
+        weights = {name: target.read_weight(name) for name in target.tensors}
+    tokenizer.save_pretrained(folder)
     if target.model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     target.model.load_state_dict(weights, assign=True)
@@ -168,17 +159,15 @@ def read_gguf_target(path: Path) -> GgufTarget:
     Raises ValueError for a file that is broken, one of several, or of an architecture, key or tensor that is not known here.
     """
     file = read_gguf(path)
-    if (count := file.keys.get("split.count", 1)) > 1:
-        raise ValueError(
-            f"{PARAMS_FILE}: target.model {path}: expected one file with all tensors, found one of {count}; join them, and name "
-            f"the file that comes out: llama-gguf-split --merge FIRST-OF-{count:05d}.gguf ALL.gguf"
-        )
-    return _explain(path, lambda: _account(file))
+    with _name_file(path):
+        return _account(file)
 
 
-def _explain(path: Path, read: Callable[[], T]) -> T:
+@contextmanager
+def _name_file(path: Path) -> Iterator[None]:
+    """Turn what is raised in the block into a ValueError that names the key of params.yaml and the file."""
     try:
-        return read()
+        yield
     except Exception as error:  # keys of a wrong type, and classes of transformers that refuse a config, raise anything
         if not is_parser_error(error):
             raise
@@ -190,6 +179,9 @@ def _explain(path: Path, read: Callable[[], T]) -> T:
 
 
 def _account(file: GgufFile) -> GgufTarget:
+    if (count := file.keys.get("split.count", 1)) > 1:
+        join = f"llama-gguf-split --merge FIRST-OF-{count:05d}.gguf ALL.gguf"
+        raise ValueError(f"expected one file with all tensors, found one of {count}; join them: {join}")
     name = file.keys.get("general.architecture")
     if file.keys.get(f"{name}.expert_count") and name == "llama":
         name = "llama with experts"
@@ -254,13 +246,12 @@ def _read_config(file: GgufFile, name: str, architecture: Architecture) -> Pretr
     for key, expected in _list_expected(found, len(tokens)).items():
         if key in own and (value := own.pop(key)) != expected:
             raise ValueError(f"its {name}.{key} is {value}, expected {expected}")
-    if name in ("gemma2", "gemma3"):
-        found["query_pre_attn_scalar"] = hidden // heads if (name, blocks) in SWITCHED_SCALE else found["head_dim"]
     local = float(own.pop("rope.freq_base_swa", 10_000.0)) if name == "gemma3" else None
     if unknown := sorted(own.keys() - NO_CHANGE - architecture.no_change):
         listed = list_first([f"{name}.{key} ({str(own[key])[:40]})" for key in unknown], MAX_NAMES)
         raise ValueError(f"it has {listed}, whose part in the model is not known here")
     if name == "gemma3":
+        found["query_pre_attn_scalar"] = hidden // heads if blocks == GEMMA3_27B_BLOCKS else found["head_dim"]
         if "sliding_window" not in found:
             found["layer_types"] = ["full_attention"] * blocks
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}

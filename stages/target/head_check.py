@@ -1,7 +1,7 @@
 """Compare the target's own logits with those of later stages: the final hidden state times a head read by name.
 
 Training, replay and the engines of other methods read embedding and head from the target's files without loading it
-(`target.lm_head_key` names the head where its name is unusual). A wrong table of the right shape trains a draft on noise.
+. A wrong table of the right shape trains a draft on noise.
 Only embedding, first block, final norm and head are loaded: about 5 GB in float32 for 8 billion parameters, on the CPU.
 
 Some classes multiply or divide their logits by a number of their config, under many names (Granite, Cohere, MiniCPM3). It is
@@ -36,7 +36,7 @@ MAX_DENOMINATOR = 10_000  # of factors: classes multiply or divide by numbers of
 class HeadDifference(NamedTuple):
     logits: float  # the largest, over all tokens
     largest: float  # of the target's own logits
-    scale: float  # the class's logits are this times final hidden states times its head; 1 where they are not
+    scale: float  # where they agree, the class's logits are this times final hidden states times its head
     same_choice: bool  # equal argmax for all tokens
     same_head: bool  # the table is the class's own head, though its logits may be capped
     same_embedding: bool
@@ -102,26 +102,21 @@ def compare_head(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> Hea
         return HeadDifference(torch.inf, float(class_logits.abs().max()), 1.0, False, *own_tables)
     same_choice = bool((logits.argmax(-1) == class_logits.argmax(-1)).all())
     scale = measure_scale(class_logits, logits)
-    if scale != 1 and not _are_close(class_logits, scale * logits):
-        scale = 1.0
-    found = HeadDifference(
-        float((class_logits - scale * logits).abs().max()),
-        float(class_logits.abs().max()),
-        scale,
-        same_choice,
-        *own_tables,
-    )
-    if not found.agrees:
-        return found
-    # A cap, as Gemma 2's 30 tanh(logits / 30), is no factor, but nearly one where logits are small.
-    amplitude = LARGE_LOGIT / max(found.largest, 1e-30)
-    hidden, class_logits = _run_tokens(model, rows, amplitude)
-    logits = scale * (amplitude * hidden @ head.T)
-    if _are_close(class_logits, logits):
-        return found
-    return found._replace(
-        logits=float((class_logits - logits).abs().max()), largest=float(class_logits.abs().max()), scale=1.0
-    )
+    found = HeadDifference(*_differ(class_logits, scale * logits), scale, same_choice, *own_tables)
+    if scale != 1 and not found.agrees:
+        found = HeadDifference(*_differ(class_logits, logits), 1.0, same_choice, *own_tables)
+    if found.agrees:
+        # A cap, as Gemma 2's 30 tanh(logits / 30), is no factor, but nearly one where logits are small.
+        amplitude = LARGE_LOGIT / max(found.largest, 1e-30)
+        hidden, class_logits = _run_tokens(model, rows, amplitude)
+        logits = found.scale * (amplitude * hidden @ head.T)
+        found = HeadDifference(*_differ(class_logits, logits), found.scale, same_choice, *own_tables)
+    return found
+
+
+def _differ(class_logits: Tensor, logits: Tensor) -> tuple[float, float]:
+    """Return the largest difference, and the largest of the class's logits."""
+    return float((class_logits - logits).abs().max()), float(class_logits.abs().max())
 
 
 def measure_scale(class_logits: Tensor, logits: Tensor) -> float:
@@ -132,10 +127,6 @@ def measure_scale(class_logits: Tensor, logits: Tensor) -> float:
         return 1.0
     short = float(Fraction(scale).limit_denominator(MAX_DENOMINATOR))
     return short if abs(short - scale) <= 1e-5 * scale else scale
-
-
-def _are_close(class_logits: Tensor, logits: Tensor) -> bool:
-    return bool((class_logits - logits).abs().max() <= TOLERANCE * class_logits.abs().max())
 
 
 @torch.inference_mode()
@@ -174,7 +165,7 @@ def _run_tokens(model: PreTrainedModel, rows: int, amplitude: float = 1.0) -> tu
     return caught[0][0], own
 
 
-TOLERANCE = 1e-3  # in float32
+TREE_TOLERANCE = 1e-3  # in float32
 PREFIX, SIBLINGS = 8, 5  # tokens of the chain, and of the tree's nodes behind it
 
 
@@ -202,13 +193,13 @@ def explain_tree_mask_failure(model: PreTrainedModel) -> str | None:
         return f"its decoder takes no mask of a tree ({type(error).__name__}: {str(error)[:200]})"
     together: Tensor = out.last_hidden_state[0, PREFIX:].float()  # [N, H]
     prefix, longer = (decoder(input_ids=ids[None, :end], use_cache=False).last_hidden_state for end in (PREFIX, size))
-    if (difference := _compare(longer[0, :PREFIX].float(), prefix[0].float())) >= TOLERANCE:
+    if (difference := _compare(longer[0, :PREFIX].float(), prefix[0].float())) >= TREE_TOLERANCE:
         return f"tokens have other hidden states with tokens behind them than without (by {difference:.1%})"
     chains = [torch.cat([ids[:PREFIX], ids[n : n + 1]])[None] for n in range(PREFIX, size)]
     alone = torch.stack(
         [decoder(input_ids=chain, use_cache=False).last_hidden_state[0, -1].float() for chain in chains]
     )
-    if (difference := _compare(together, alone)) < TOLERANCE:
+    if (difference := _compare(together, alone)) < TREE_TOLERANCE:
         return None
     return f"tokens of a tree have other hidden states than each alone (by {difference:.1%}), whatever the mask"
 

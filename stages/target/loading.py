@@ -31,7 +31,8 @@ def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = 
             trust_remote_code,
             dtype=getattr(torch, dtype),
             attn_implementation="sdpa",
-            device_map=choose_device_map(device),
+            # At once to a GPU, which saves a copy of all weights.
+            device_map=device if device.startswith("cuda") and is_accelerate_available() else None,
         )
     model = model.to(device).eval().requires_grad_(False)
     for weight in model.parameters():
@@ -60,29 +61,22 @@ def read_model(source: str, config: PretrainedConfig, trust_remote_code: bool, *
         logging.set_verbosity(before)
 
 
-def choose_device_map(device: str) -> str | None:
-    """Return where weights are read to: a GPU at once, which saves a copy of all of them, where accelerate is installed."""
-    return device if device.startswith("cuda") and is_accelerate_available() else None
-
-
 def check_attention(config: PretrainedConfig, name: str) -> None:
     """Raise ValueError for a class that PyTorch's scaled_dot_product_attention can't compute; remote code is not known here."""
-    mapping = select_auto_class(config)._model_mapping
-    model_class = mapping.get(type(config), None)
-    if getattr(model_class, "_supports_sdpa", True):
-        return
-    raise ValueError(
-        f"params.yaml: target.model {name} is a {config.model_type}, whose attention scaled_dot_product_attention can't compute "
-        "(capped logits as Gemma 2's, or sinks as gpt-oss'); take another target, as Llama, Qwen2, Qwen3 or Gemma 3"
-    )
+    model_class = select_auto_class(config)._model_mapping.get(type(config), None)
+    if not getattr(model_class, "_supports_sdpa", True):
+        raise ValueError(
+            f"params.yaml: target.model {name} is a {config.model_type}, whose attention scaled_dot_product_attention can't "
+            "compute (capped logits, sinks); take another target, as Llama, Qwen3 or Gemma 3"
+        )
 
 
 def check_layers(model: PreTrainedModel, name: str) -> None:
     """Raise ValueError for a model whose decoder has no `layers`."""
     if not hasattr(model.get_decoder(), "layers"):
         raise ValueError(
-            f"params.yaml: target.model {name}: {type(model).__name__}.get_decoder() has no `layers`, expected the blocks there, "
-            "between which hidden states are taken; such a model can't be a target yet"
+            f"params.yaml: target.model {name}: {type(model).__name__}.get_decoder() has no `layers`, expected the blocks "
+            "there; such a model can't be a target yet"
         )
 
 

@@ -35,10 +35,6 @@ class TemplateFacts:
     thinking_keys: tuple[str, ...] = ()  # the keys that it reads for sample_target.thinking
 
 
-class MissingHeadError(ValueError):
-    """A target whose files have an embedding and no head of the name that was looked for."""
-
-
 @dataclass(frozen=True)
 class TargetManifest:
     model: str  # "builtin/NAME", a Hugging Face id, a local folder or a GGUF file
@@ -59,7 +55,6 @@ class TargetManifest:
     max_position_embeddings: int
     tie_word_embeddings: bool
     eos_token_ids: list[int]
-    lm_head_key: str | None = None  # the head's tensor, where its name is unusual
     chat_template: str | None = None  # Jinja, instead of the tokenizer's own
     date: str | None = None  # that the chat template shows as today's, in ISO form
     template: TemplateFacts = TemplateFacts()  # what the chat template shows
@@ -101,8 +96,13 @@ def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER)
     if lie_beside_manifest(manifest.model):
         return path
     if Path(manifest.model).is_dir():
-        _check_weights(manifest)
-        return Path(manifest.model)
+        folder = Path(manifest.model)
+        if manifest.weights_sample is not None and (found := sample_weights(folder)) != manifest.weights_sample:
+            raise ValueError(
+                f"{folder} holds other weights ({found:.12}) than those that {TARGET_FOLDER}/target.json names "
+                f"({manifest.weights_sample:.12}); run: dvc repro {MADE_BY}, or restore the former weights"
+            )
+        return folder
     from huggingface_hub import snapshot_download  # slow to import, and only hub targets need it
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -113,47 +113,32 @@ def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER)
 def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> "tuple[Tensor, Tensor]":
     """Return the target's embedding [V, H] and output head [V, H] as float32, without loading the model.
 
-    A tied target has one table for both. Raises ValueError where files are missing or have no such tensors, MissingHeadError
-    where they have all but a head.
+    A tied target has one table for both. Raises ValueError where files are missing or have no such tensors.
     """
     import torch  # seconds, and stages that compute nothing read the manifest too
-    from safetensors import safe_open
 
     from stages.target import foreign_files
 
     folder = resolve_weights_folder(manifest, path)
     found: dict[str, Tensor] = {}
     names: dict[str, str] = {}  # embed_tokens, lm_head -> the tensor's full name
-    for file in target_files.list_weight_files(folder):
-        with (
-            foreign_files.refuse_unreadable(str(file), "the target's weights"),
-            safe_open(file, framework="pt") as tensors,
-        ):
-            for key in tensors.keys():  # noqa: SIM118 - not a dict
-                table = _match_table_name(key, manifest.lm_head_key)
-                if table is not None and len(key) <= len(names.get(table, key)):
-                    # The shortest name: multi-token prediction blocks may hold copies under longer ones.
-                    # Copied to memory aligned to 64 bytes: unaligned tensors of the mapped file round differently
-                    # in one process of ten (docs/LOG.md).
-                    numbers = torch.empty(tensors.get_slice(key).get_shape(), dtype=torch.float32)
-                    found[table], names[table] = numbers.copy_(tensors.get_tensor(key)), key
+    for key, file in foreign_files.iterate_tensors(folder):
+        table = key.removesuffix(".weight").rpartition(".")[2]
+        is_table = table in ("embed_tokens", "lm_head") and "visual" not in key  # a vision tower has tables too
+        if is_table and len(key) <= len(names.get(table, key)):
+            # The shortest name: multi-token prediction blocks may hold copies under longer ones.
+            # Copied to memory aligned to 64 bytes: unaligned tensors of the mapped file round differently in one process of
+            # ten (docs/LOG.md).
+            numbers = torch.empty(file.get_slice(key).get_shape(), dtype=torch.float32)
+            found[table], names[table] = numbers.copy_(file.get_tensor(key)), key
     embedding = found.get("embed_tokens")
-    tied = manifest.tie_word_embeddings and manifest.lm_head_key is None
-    head = embedding if tied else found.get("lm_head")
+    head = embedding if manifest.tie_word_embeddings else found.get("lm_head")
     if embedding is None or head is None:
-        wanted = manifest.lm_head_key or "lm_head.weight"
-        missing = ValueError if embedding is None else MissingHeadError
-        raise missing(f"{folder} has no embed_tokens.weight and {wanted}; found {sorted(found)}")
+        raise ValueError(
+            f"{folder} has no embed_tokens.weight and lm_head.weight, found {sorted(found)}: embedding and head are read by "
+            "these names; such a model can't be a target yet"
+        )
     return embedding, head
-
-
-def _match_table_name(key: str, lm_head_key: str | None) -> str | None:
-    """Return which of the two tables a tensor is, by its name, or None; a vision tower's tables do not count."""
-    if lm_head_key is not None and key == lm_head_key:
-        return "lm_head"
-    if key.endswith("embed_tokens.weight") and "visual" not in key:
-        return "embed_tokens"
-    return "lm_head" if lm_head_key is None and key.endswith("lm_head.weight") and "visual" not in key else None
 
 
 def sample_weights(folder: Path) -> str:
@@ -176,16 +161,6 @@ def _sample_files(files: tuple[tuple[Path, int, int], ...]) -> str:
                 opened.seek(start)
                 total.update(opened.read(SAMPLE_BYTES))
     return total.hexdigest()
-
-
-def _check_weights(manifest: TargetManifest) -> None:
-    """Raise ValueError where the local folder's weights are not those of the manifest."""
-    folder = Path(manifest.model)
-    if manifest.weights_sample is not None and (found := sample_weights(folder)) != manifest.weights_sample:
-        raise ValueError(
-            f"{folder} holds other weights ({found:.12}) than those that {TARGET_FOLDER}/target.json names "
-            f"({manifest.weights_sample:.12}); run: dvc repro {MADE_BY}, or restore the former weights"
-        )
 
 
 def digest_files(folder: Path, *patterns: str) -> str:

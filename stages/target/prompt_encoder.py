@@ -1,7 +1,7 @@
 """Encode prompts and answers of rows that may hold images, as the target's server would."""
 
+import copy
 import datetime
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -55,9 +55,16 @@ class PromptEncoder:
     def list_dated_prompts(
         self, row: str, messages: Messages, tools: Messages | None, images: list[str]
     ) -> Iterator[list[int]]:
-        """Yield the prompt of other days (`chat_template.list_dated_prompts`), its images expanded."""
+        """Yield the prompt as a server has rendered it by its own today: of today, of each day back to the target's date, and of
+        the two days around, by other time zones.
+        """
         assert self.date is not None
-        for ids in chat_template.list_dated_prompts(self.tokenizer, self.date, messages, self.thinking, tools):
+        own, today = self.tokenizer.chat_template.split("{% endmacro %}\n", 1)[1], datetime.date.today()
+        for ago in (*range((today - self.date).days + 2), -1):
+            other = copy.copy(self.tokenizer)
+            other.chat_template = template_facts.fix_date(own, today - datetime.timedelta(ago))
+            template_facts.facts_by_tokenizer[other] = template_facts.probe_template(self.tokenizer)
+            ids = chat_template.encode_prompt(other, messages, self.thinking, tools)
             yield self.expand_images(row, ids, images)
 
     def encode_turns(self, messages: Messages, tools: Messages | None) -> list[tuple[list[int], list[int]]]:
@@ -74,40 +81,6 @@ class PromptEncoder:
         except ValueError as error:
             raise ValueError(f"sample_target: row {row}: {error}") from None
 
-    def explain_rendered(self, messages: Messages) -> str | None:
-        """Return why these messages are a prompt that is rendered already, and what to do; None where they are not."""
-        return chat_template.explain_rendered(self.tokenizer, messages)
-
-    def explain_hidden(self, messages: Messages, tools: Messages | None) -> str | None:
-        """Return which of these messages the chat template does not show, and what to do; None where it shows all."""
-        hidden = template_facts.list_hidden_kinds(self.tokenizer, messages, tools)
-        return template_facts.describe_hidden(hidden) if hidden else None
-
-    def explain_hidden_answer(self, messages: Messages, answer_index: int, tools: Messages | None) -> str | None:
-        """Return what `explain_hidden` does for a conversation up to an answer, whose own thoughts must be shown too."""
-        hides, answer = template_facts.probe_template(self.tokenizer).hides, messages[answer_index]
-        if answer.get("reasoning_content") and "reasoning" in hides:
-            return template_facts.describe_hidden(["reasoning"])
-        return self.explain_hidden(messages[: answer_index + 1], tools)
-
-    def explain_unknown_token(self, ids: list[int]) -> str | None:
-        """Return which token the target has no row of the embedding for; None where it has all."""
-        return chat_template.explain_unknown_token(self.tokenizer, ids, self.vocab_size)
-
-    def explain_image_problem(self, messages: Messages, images: list[str]) -> tuple[str, str | None] | None:
-        """Return why the target cannot take these messages and images, as one word and which image, or None; decodes them."""
-        processor = self.image_processor
-        if processor is None:
-            return None
-        image_token = self.tokenizer.convert_ids_to_tokens(processor.image_token_id)
-        if any(image_token in json.dumps(message, ensure_ascii=False) for message in messages):
-            return "picture_token_in_text", None  # the target would expect an image there
-        try:
-            processor.count_image_tokens(images)
-        except vision.UnreadableImageError as error:
-            return "image_unreadable", str(error)
-        return None
-
     def has_image_token(self, ids: list[int]) -> bool:
         return self.image_processor is not None and self.image_processor.image_token_id in ids
 
@@ -119,31 +92,16 @@ class PromptEncoder:
 MAX_CHARACTERS = 1600  # shown of a prompt or an answer in the report
 
 
-@dataclass(frozen=True)
-class RowPreview:
-    """A row of data/sampled as text, as results/sample_report.json holds it."""
-
-    id: str
-    origin: str  # file and row of the raw data
-    prompt: str
-    answer: str
-    prompt_tokens: int
-    answer_tokens: int
-    finish_reason: str
-
-
 def describe_row(
     tokenizer: Any, origin: str, row_id: str, prompt_ids: list[int], answer_ids: list[int], finish_reason: str
-) -> RowPreview:
-    """Return a row for the report, which has no tokenizer; long texts without their middle."""
-    return RowPreview(
-        id=row_id,
-        origin=origin,
-        prompt=_clip_text(decode_prompt(tokenizer, prompt_ids)),
-        answer=_clip_text(tokenizer.decode(answer_ids)),
-        prompt_tokens=len(prompt_ids),
-        answer_tokens=len(answer_ids),
-        finish_reason=finish_reason,
+) -> dict[str, Any]:
+    """Return a row as results/sample_report.json has it; long texts without their middle. `origin`: file and row of raw data."""
+    texts = decode_prompt(tokenizer, prompt_ids), tokenizer.decode(answer_ids)
+    half = MAX_CHARACTERS // 2
+    prompt, answer = (t if len(t) <= MAX_CHARACTERS else f"{t[:half]} […] {t[-half:]}" for t in texts)
+    counts = {"prompt_tokens": len(prompt_ids), "answer_tokens": len(answer_ids)}
+    return (
+        {"id": row_id, "origin": origin, "prompt": prompt, "answer": answer} | counts | {"finish_reason": finish_reason}
     )
 
 
@@ -161,8 +119,3 @@ def print_row(tokenizer: Any, row_id: str, prompt_ids: list[int], answer_ids: li
 def decode_prompt(tokenizer: Any, ids: list[int]) -> str:
     """Return the text of ids, each run of one special token (an image's) as the token and its count."""
     return re.sub(r"(<\|\w+\|>)\1+", lambda m: f"{m[1]}×{len(m[0]) // len(m[1])}", tokenizer.decode(ids))
-
-
-def _clip_text(text: str) -> str:
-    half = MAX_CHARACTERS // 2
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]} […] {text[-half:]}"

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from stages.params import target_files
+from stages.target import foreign_files
 
 BY_TRANSFORMERS = ("fp8", "compressed-tensors")
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # number of the four bits, from the lowest, of each of eight columns
@@ -66,10 +65,7 @@ def load_dequantised(auto_class: Any, source: str, config: PretrainedConfig, **o
 
 def read_awq(folder: Path) -> dict[str, Tensor]:
     """Return all weights of an AWQ checkpoint under the names of the model before it, packed ones unpacked."""
-    stored: dict[str, Tensor] = {}
-    for file in target_files.list_weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            stored |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - not a dict
+    stored: dict[str, Tensor] = {name: file.get_tensor(name) for name, file in foreign_files.iterate_tensors(folder)}
     found: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         module, _, kind = name.rpartition(".")

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import jinja2
 import jinja2.meta
-import jinja2.nodes
 
 from stages.runtime.limited_call import call_limited
 from stages.target.manifest import TemplateFacts
@@ -100,22 +99,17 @@ def _list_read_names(template: str | dict[str, str]) -> set[str]:
     for text in filter(None, template.values() if isinstance(template, dict) else [template]):
         try:
             read |= jinja2.meta.find_undeclared_variables(environment.parse(text))
-        except jinja2.TemplateSyntaxError:  # a tag of transformers' own, as {% generation %}: by its words
+        except (
+            jinja2.TemplateSyntaxError,
+            RecursionError,
+        ):  # a tag of transformers' own, as {% generation %}: by its words
             read |= set(re.findall(r"\w+", text))
     return read
 
 
 def reads_date(template: str | dict[str, str]) -> bool:
     """Return whether the template shows today's date. Evaluates nothing."""
-    for text in template.values() if isinstance(template, dict) else [template]:
-        try:
-            parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
-        except (jinja2.TemplateSyntaxError, RecursionError):  # a tag of transformers' own, or what rendering tells
-            return re.search(rf"\b{DATE}\b", text) is not None
-        own = {macro.name for macro in parsed.find_all(jinja2.nodes.Macro)}
-        if DATE in {name.name for name in parsed.find_all(jinja2.nodes.Name)} - own:
-            return True
-    return False
+    return DATE in _list_read_names(template)
 
 
 def fix_date(template: str | dict[str, str], day: datetime.date) -> str:
@@ -128,8 +122,10 @@ def fix_date(template: str | dict[str, str], day: datetime.date) -> str:
     return f"{{% macro {DATE}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
 
 
-def list_hidden_kinds(tokenizer: Any, messages: Messages, tools: Messages | None) -> list[str]:
-    """Return which kinds of these messages and tools the chat template renders as nothing."""
+def explain_hidden(tokenizer: Any, messages: Messages, tools: Messages | None) -> str | None:
+    """Return which kinds of these messages and tools the chat template renders as nothing, and what to do; None where it shows
+    all. Thoughts must be shown of the last message alone: many templates drop earlier ones, as servers then do.
+    """
     held = {
         "questions": any(m["role"] == "user" for m in messages),
         "answers": any(m["role"] == "assistant" and m["content"] for m in messages),
@@ -137,16 +133,17 @@ def list_hidden_kinds(tokenizer: Any, messages: Messages, tools: Messages | None
         "tools": bool(tools),
         "tool calls": any(m.get("tool_calls") for m in messages),
         "tool results": any(m["role"] == "tool" and m["content"] for m in messages),
+        "reasoning": bool(messages and messages[-1].get("reasoning_content")),
     }
-    return [kind for kind in probe_template(tokenizer).hides if held.get(kind)]
-
-
-def describe_hidden(kinds: list[str] | tuple[str, ...]) -> str:
-    """Return that the chat template does not show these kinds, and what to do."""
+    hidden = [kind for kind in probe_template(tokenizer).hides if held[kind]]
     return (
-        f"the target's chat template renders {' and '.join(kinds)} as nothing, so the target would be asked something else; "
-        "leave such rows out of the data, or write a template that shows them to templates/NAME.jinja and set "
-        "target.chat_template: NAME.jinja"
+        None
+        if not hidden
+        else (
+            f"the target's chat template renders {' and '.join(hidden)} as nothing, so the target would be asked something else; "
+            "leave such rows out of the data, or write a template that shows them to templates/NAME.jinja and set "
+            "target.chat_template: NAME.jinja"
+        )
     )
 
 

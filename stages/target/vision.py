@@ -24,29 +24,24 @@ from stages.target import foreign_files
 from stages.target.multimodal import ImagePatches
 
 MAX_CACHED_BYTES = 1 << 30  # of cached patches; token counts are cached for all images
-MAX_PIXELS = 1 << 26  # 8,192 x 8,192, as in data/images.py; decoding takes up to 16 bytes per pixel, 1 GiB
 UPRIGHT_ORIENTATIONS, EXIF_ORIENTATION = (None, 1), 0x0112  # EXIF tag of the orientation
 # Formats that every server decodes alike.
 PASSTHROUGH_MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 # Raised by Pillow and the processors for truncated or foreign bytes: truncated PNG chunks are SyntaxError.
-IMAGE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)
+IMAGE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error)
 
 
 class UnreadableImageError(ValueError):
-    """An existing image that cannot be decoded, has too many pixels, or cannot be cut into patches."""
+    """An existing image that cannot be decoded or cut into patches. fix_data has left out those of too many pixels."""
 
 
 class CachedImageProcessor:
     """One target's image processor with a cache; thread-safe, though concurrent calls may decode an image twice."""
 
     def __init__(self, folder: str | Path, trust_remote_code: bool) -> None:
-        """Read the image token id. Raises ValueError where the target in `folder` has none."""
         self._source, self._trust = folder, trust_remote_code
-        config = foreign_files.read_config(folder, trust_remote_code)
-        token = getattr(config, "image_token_id", None)
-        if type(token) is not int:
-            raise ValueError(f"{folder}/config.json has no image_token_id, expected that of a multimodal target")
-        self.image_token_id = token  # once per image embedding
+        # Once per image embedding.
+        self.image_token_id: int = foreign_files.read_config(folder, trust_remote_code).image_token_id
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, ImagePatches] = OrderedDict()  # least recently used first
         self._cached_bytes = 0
@@ -167,25 +162,11 @@ def _open_image(path: str) -> tuple[Image.Image, str | None]:
     """Return the image, upright and RGB, and its media type where every decoder reads the file alike."""
     try:
         with Image.open(path) as file:
-            if file.width * file.height > MAX_PIXELS:  # before getexif, which decodes a PNG
-                raise _make_too_large_error(path, f"{file.width} x {file.height} = {file.width * file.height} pixels")
             plain = file.mode == "RGB" and "transparency" not in file.info and not getattr(file, "is_animated", False)
             plain = plain and file.getexif().get(EXIF_ORIENTATION) in UPRIGHT_ORIENTATIONS
             media_type = PASSTHROUGH_MEDIA_TYPES.get(file.format or "") if plain else None
             return ImageOps.exif_transpose(file).convert("RGB"), media_type
     except FileNotFoundError:
         raise ValueError(f"{path} not found, expected an image; run: dvc repro fix_data") from None
-    except UnreadableImageError:
-        raise
-    except Image.DecompressionBombError as error:  # over Pillow's own limit
-        raise _make_too_large_error(path, f"too many pixels ({error})") from None
     except IMAGE_ERRORS as error:
         raise UnreadableImageError(f"{path} can't be decoded as an image ({error})") from None
-
-
-def _make_too_large_error(path: str, found: str) -> UnreadableImageError:
-    """Return the error for an image whose decoding would fill the memory."""
-    return UnreadableImageError(
-        f"{path} has {found}, expected at most {MAX_PIXELS}: decoding more takes over a GiB of memory; make the image "
-        "smaller (targets shrink it anyway) and run: dvc repro fix_data"
-    )

@@ -227,8 +227,8 @@ TRAPS: dict[str, Callable[[Path], Any]] = {
     "b.parquet": lambda path: pq.write_table(
         pa.table({"prompt": ["q"], "history": pa.ListArray.from_arrays([0, 10**6], repeat("z" * 2000, 10**6))}), path
     ),
-    "d.parquet": lambda path: pq.write_table(pa.table({"prompt": ["x" * (200 << 20)]}), path, compression="brotli"),
-    "a.json.gz": lambda path: path.write_bytes(gzip.compress(b'[{"prompt": "' + b"x" * (200 << 20), 1)),
+    "d.parquet": lambda path: pq.write_table(pa.table({"prompt": ["x" * (65 << 20)]}), path, compression="brotli"),
+    "a.json.gz": lambda path: path.write_bytes(gzip.compress(b'[{"prompt": "' + b"x" * (80 << 20), 1)),
     "a.csv.gz": lambda path: path.write_bytes(
         gzip.compress(b"prompt\n" + (b'"' + b"x" * 996 + b'\n",') * (80 << 10), 1)
     ),

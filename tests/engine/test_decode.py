@@ -8,10 +8,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3NextConfig
 
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.decode import Engine
-from stages.engine.sampling import SamplingParams, draw_tokens, draw_uniforms
+from stages.engine.sampling import SamplingParams, compute_probabilities, draw_tokens, draw_uniforms
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
-from stages.target.token_probabilities import compute_probabilities
 from tests.built_engines import build_engine
 from tests.engine import fake_cuda_graphs
 

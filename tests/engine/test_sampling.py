@@ -20,9 +20,8 @@ from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import sampling
 from stages.engine.decode import Engine
 from stages.engine.decode_state import CacheSlots, DecodeRequest, DecodeStep, PrefillOutput
-from stages.engine.sampling import SamplingParams
+from stages.engine.sampling import SamplingParams, compute_probabilities
 from stages.params.tree_shape import TreeShape
-from stages.target.token_probabilities import compute_probabilities
 from tests.built_engines import build_engine
 from tests.draft.slow_draft import CONFIG, scatter, small_target
 

@@ -117,7 +117,6 @@ def test_another_model_is_not_set_through_a_form_where_models_run_their_own_code
 
 # Keys of params.yaml that hold any text, or switch something on and off, and that a form may set: looked at one by one.
 HARMLESS = {
-    "target.lm_head_key",  # the name of a tensor
     "report.title",  # shown; the page escapes it
     "report.analysis",
     "prepare_prompts.sets.*.columns.*",  # names of columns in the raw data

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stages.params.data_sections import PromptSet
 from stages.prompts import prompt_sets
 from stages.prompts.prompt_sets import PromptProblem
 
@@ -54,8 +55,8 @@ def write(*rows: Any, name: str = "set.jsonl") -> str:
     return name
 
 
-def read(source: str, kind: str) -> list[PromptProblem]:
-    return prompt_sets.read_prompt_set(source, None, None, None, kind)
+def read(source: str, kind: str | None = None, **more: Any) -> list[PromptProblem]:
+    return prompt_sets.read_prompt_set(PromptSet.model_validate({"from": source, "format": kind, **more}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,13 +111,13 @@ def test_a_set_without_a_format_is_what_the_data_may_be() -> None:
     Path("own").mkdir()
     Path("own/a.txt").write_text("Name a river.\n\nName a lake.\r\nAnd a sea?\r")
     asked = [["Name a river."], ["Name a lake."], ["And a sea?"]]
-    assert [p.turns for p in prompt_sets.read_prompt_set("own/a.txt")] == asked
+    assert [p.turns for p in read("own/a.txt")] == asked
     Path("own/b.csv").write_text("nr,Frage\n1,Wo?\n2,Wann?\n")
     columns = {"prompt": "Frage", "id": "nr"}
-    named = prompt_sets.read_prompt_set("own/b.csv", columns=columns)
+    named = read("own/b.csv", columns=columns)
     assert [(p.id, p.turns) for p in named] == [("1", ["Wo?"]), ("2", ["Wann?"])]
     with pytest.raises(ValueError, match=r"b\.csv: expected columns of a known format .* of the prompt set"):
-        prompt_sets.read_prompt_set("own/b.csv")
+        read("own/b.csv")
     Path("own/b.csv").write_text("question\nWo?\n")
     talk = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
     write(
@@ -125,7 +126,7 @@ def test_a_set_without_a_format_is_what_the_data_may_be() -> None:
         {"request": {"messages": talk[1:2]}},
         name="own/c.jsonl",
     )
-    found = prompt_sets.read_prompt_set("own")  # beside data a text is a note
+    found = read("own")  # beside data a text is a note
     assert [(p.id, p.turns, p.system) for p in found] == [
         ("b.csv:0", ["Wo?"], None), ("c.jsonl:0", ["user", "user"], "system"), ("c.jsonl:7", ["a", "b"], None),
         ("c.jsonl:2", ["user"], None),
@@ -133,7 +134,7 @@ def test_a_set_without_a_format_is_what_the_data_may_be() -> None:
     with pytest.raises(
         ValueError, match=r"^own/d\.jsonl, line 2: .*empty_turn.*; fix it, or correct .* format \(null\)"
     ):
-        prompt_sets.read_prompt_set(write({"prompt": "a"}, {"prompt": " "}, name="own/d.jsonl"))
+        read(write({"prompt": "a"}, {"prompt": " "}, name="own/d.jsonl"))
 
 
 # --- the Hub ---------------------------------------------------------------------------------------------------------

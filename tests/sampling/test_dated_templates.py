@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import prepare_target, sample_target
-from stages.target import chat_template, manifest, template_facts
+from stages.target import chat_template, manifest, prompt_encoder, template_facts
 from stages.toy import text_targets
 from tests.conftest import edit_params
 from tests.engines.misbehaving_server import Fake, completion
@@ -48,7 +48,7 @@ def test_a_target_has_one_date_for_its_whole_life(
     """Bug: prompts of two days were in one set, and a run that went on after midnight stopped for good."""
     assert manifest.read_manifest().date == FIRST.isoformat()
     whole = Path("artifacts/target/target.json").read_bytes()
-    monkeypatch.setattr(chat_template.datetime, "date", LaterDate)
+    monkeypatch.setattr(prompt_encoder.datetime, "date", LaterDate)
     Path("artifacts/target/target.json").unlink()  # as DVC does before a rerun
     prepare_target.main()
     assert Path("artifacts/target/target.json").read_bytes() == whole
@@ -70,7 +70,7 @@ def test_a_run_that_goes_on_on_another_day_keeps_answers_with_their_prompts(
     def reply(body: dict[str, Any], number: int) -> Any:
         if number >= limit:
             return 401
-        served.append(chat_template.datetime.date.today())
+        served.append(prompt_encoder.datetime.date.today())
         tokenizer.chat_template = template_facts.fix_date(DATED, served[-1])
         ids = chat_template.encode_prompt(tokenizer, body["messages"])
         if with_ids:
@@ -83,7 +83,7 @@ def test_a_run_that_goes_on_on_another_day_keeps_answers_with_their_prompts(
         )
         with pytest.raises(ValueError, match="401"):
             sample_target.main()
-        monkeypatch.setattr(chat_template.datetime, "date", LaterDate)
+        monkeypatch.setattr(prompt_encoder.datetime, "date", LaterDate)
         limit = 10**9
         sample_target.main()
     found = report(dated)

@@ -15,7 +15,7 @@ import pytest
 
 from stages import sample_target
 from stages.engines.gpu_memory import GpuMemory
-from stages.sampling import replicas
+from stages.sampling import server_backend
 from tests.conftest import ROOT
 from tests.engines.misbehaving_server import Fake, completion, echo
 from tests.sampling.sampled_project import (
@@ -65,7 +65,7 @@ def test_a_killed_run_asks_again_only_what_was_under_way(project: Path) -> None:
 
 
 @pytest.mark.parametrize("history", ["data", "target"])
-@pytest.mark.parametrize("allowed", [3])
+@pytest.mark.parametrize("allowed", [6])
 def test_stopped_again_and_again_it_is_the_same_run(project: Path, history: str, allowed: int) -> None:
     """Conversations of five turns over shards of two rows: a later turn quotes answers of shards that are published.
 
@@ -195,9 +195,13 @@ def test_two_servers_one_of_which_falls(project: Path, monkeypatch: pytest.Monke
     sample_target.main()
     whole = read_result(project)
     engine_that_falls(project, monkeypatch, "{10, 40}")
-    plan = replicas.plan_replicas
-    monkeypatch.setattr(replicas, "list_visible_gpus", lambda: [GpuMemory("H200", 0.0, 139.0)] * 2)
-    monkeypatch.setattr(replicas, "plan_replicas", lambda *arguments: plan(*arguments[:3], "cuda", *arguments[4:]))
+    plan = server_backend.plan_replicas
+
+    def plan_on_gpus(engine: Any, folder: str, target: Any, *others: Any) -> Any:
+        return plan(engine, folder, target.model_copy(update={"device": "cuda"}), *others)
+
+    monkeypatch.setattr(server_backend, "list_visible_gpus", lambda: [GpuMemory("H200", 0.0, 139.0)] * 2)
+    monkeypatch.setattr(server_backend, "plan_replicas", plan_on_gpus)
     sample_target.main()
     assert_same(read_result(project), whole)
     assert report(project)["server_restarts"] == 2

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +26,8 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def open_writer(tmp_path: Path, total: int, size: int) -> ParquetShardWriter:
-    return ParquetShardWriter(tmp_path / "scratch", total, size, SCHEMA)
+def open_writer(tmp_path: Path, total: int, size: int) -> closing[ParquetShardWriter]:
+    return closing(ParquetShardWriter(tmp_path / "scratch", total, size, SCHEMA))
 
 
 @pytest.mark.parametrize(("total", "size"), [(0, 3), (1, 3), (3, 3), (10, 3), (10, 1), (2, 100)])

@@ -10,8 +10,9 @@ import pytest
 from stages.engines import registry
 from stages.engines.gpu_memory import GpuMemory
 from stages.engines.server import ServerGroup, ServerProcess
+from stages.params.target_sections import Target
 from stages.runtime import free_port
-from stages.sampling import replicas
+from stages.sampling import server_backend
 
 ENGINE = """#!{python}
 import os, sys
@@ -40,14 +41,13 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine on which GPUs 4 to 7 are visible."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    monkeypatch.setattr(replicas, "list_visible_gpus", lambda: [GpuMemory("H200", 0.0, 139.0)] * 4)
+    monkeypatch.setattr(server_backend, "list_visible_gpus", lambda: [GpuMemory("H200", 0.0, 139.0)] * 4)
     return tmp_path
 
 
 def plan(device: str, *launch_args: str) -> ServerGroup:
-    return replicas.plan_replicas(
-        registry.get("sglang"), "/target", "bfloat16", device, False, launch_args, 60.0, Path("logs"), None
-    )
+    target = Target(model="/target", dtype="bfloat16", device=device)
+    return server_backend.plan_replicas(registry.get("sglang"), "/target", target, launch_args, 60.0, Path("logs"))
 
 
 def is_listening(server: ServerProcess) -> bool:

@@ -45,7 +45,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # by case: model type of tran
     "qwen3moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
     "phi3": ("phi3", {"rope_parameters": ROPE}),
     "gemma": ("gemma", {"rope_parameters": ROPE, "head_dim": 32}),
-    "gemma2": ("gemma2", {"rope_parameters": ROPE, **GEMMA}),
     "gemma3": ("gemma3_text", {"rope_parameters": LOCAL, **GEMMA}),
 }  # fmt: skip
 
@@ -62,7 +61,6 @@ LLAMA_CPP = {
     "qwen3moe": [(8, 82), (64, 59), (71, 110), (78, 59), (106, 189)],
     "phi3": [(8, 204), (15, 49), (29, 49), (71, 49), (85, 49), (92, 112)],
     "gemma": [(15, 78), (22, 36), (29, 42), (43, 61), (50, 228), (64, 86)],
-    "gemma2": [(50, 42), (78, 197), (85, 9)],
     "gemma3": [(22, 247), (43, 249), (64, 86), (85, 9)],
 }
 
@@ -124,9 +122,6 @@ def write_gguf(
             writer.add_expert_shared_feed_forward_length(32)
     if "sliding_window" in more:
         writer.add_sliding_window(8)
-    if kind == "gemma2":
-        writer.add_attn_logit_softcapping(50.0)
-        writer.add_final_logit_softcapping(30.0)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     writer.add_token_list(TOKENS)
@@ -217,7 +212,9 @@ def test_an_answer_ends_where_llama_cpp_ends_it(tmp_path: Path) -> None:
         writer.kv_data[0]["tokenizer.ggml.eos_token_id"].value = 3
 
     write_gguf(tmp_path / "mine.gguf", change=name_ends)
-    assert gguf_target.read_gguf_config(tmp_path / "mine.gguf").eos_token_id == [3, 4, 5, 259]  # <|im_end|> by its text
+    assert gguf_target.read_gguf_target(tmp_path / "mine.gguf").model.config.eos_token_id == [
+        3, 4, 5, 259,  # <|im_end|> by its text
+    ]  # fmt: skip
 
 
 def set_key(key: str, value: object) -> Callable[[gguf.GGUFWriter, str], None]:
@@ -264,7 +261,7 @@ def test_a_link_to_no_file_is_named(there: str, tmp_path: Path) -> None:
     """Bug: each of the three ended in a traceback."""
     (tmp_path / "mine.gguf").symlink_to(there)
     with pytest.raises(ValueError, match=r"mine\.gguf .*; get the file again"):
-        gguf_target.read_gguf_config(tmp_path / "mine.gguf")
+        gguf_target.read_gguf_target(tmp_path / "mine.gguf")
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
@@ -291,7 +288,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     for data in [data for kind in broken.values() for data in kind]:
         (tmp_path / "broken.gguf").write_bytes(data)
         with pytest.raises(ValueError, match=r"broken\.gguf is not valid GGUF \(.*\); get the file again$"):
-            gguf_target.read_gguf_config(tmp_path / "broken.gguf")
+            gguf_target.read_gguf_target(tmp_path / "broken.gguf")
 
 
 @pytest.mark.parametrize(

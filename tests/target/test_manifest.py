@@ -71,18 +71,24 @@ def test_the_tables_are_those_transformers_computes_with(
     assert torch.equal(embedding, head) == tied
 
 
-def test_a_head_may_be_named_and_a_copy_under_a_longer_name_is_not_taken(tmp_path: Path) -> None:
-    """Some checkpoints call the head otherwise, or hold it though config.json ties it; others have blocks for more tokens."""
-    language, copy, head = torch.randn(V, H), torch.randn(V, H), torch.randn(V, H)
-    tensors = {
-        "model.embed_tokens.weight": language, "model.layers.7.embed_tokens.weight": copy, "output.weight": head,
-    }  # fmt: skip
+def test_a_copy_under_a_longer_name_is_not_taken(tmp_path: Path) -> None:
+    """Checkpoints have blocks for more tokens, with tables of their own, and vision towers."""
+    names = (
+        "model.embed_tokens",
+        "model.layers.7.embed_tokens",
+        "visual.lm_head",
+        "model.layers.7.shared.lm_head",
+        "lm_head",
+    )
+    tensors = {f"{name}.weight": torch.randn(V, H) for name in names}
     save_file(tensors, tmp_path / "model.safetensors")
-    for tied in (True, False):
-        found = manifest.read_embedding_and_head(replace(made_up(tmp_path, tied), lm_head_key="output.weight"))
-        assert torch.equal(found[0], language) and torch.equal(found[1], head)
-    with pytest.raises(ValueError, match=r"has no embed_tokens.weight and head.weight; found \['embed_tokens'\]"):
-        manifest.read_embedding_and_head(replace(made_up(tmp_path), lm_head_key="head.weight"))
+    found = manifest.read_embedding_and_head(made_up(tmp_path))
+    assert torch.equal(found[0], tensors["model.embed_tokens.weight"]) and torch.equal(
+        found[1], tensors["lm_head.weight"]
+    )
+    save_file({"model.embed_tokens.weight": torch.randn(V, H)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has no embed_tokens.weight and lm_head.weight, found \['embed_tokens'\]"):
+        manifest.read_embedding_and_head(made_up(tmp_path))
 
 
 # --- the weights of a local folder ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stages.runtime import limited_call
 from stages.target import chat_template, template_facts
+from stages.target.prompt_encoder import PromptEncoder
 from tests.target.chat_templates import FAMILIES, tokenizer
 
 ASK, ANSWER = {"role": "user", "content": "Name a river."}, {"role": "assistant", "content": "Nile."}
@@ -56,9 +57,11 @@ def test_what_a_template_hides_is_known_by_kind() -> None:
     tok, _ = with_template(LOOP.replace("%s", "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"))
     call = {"role": "assistant", "content": "", "tool_calls": [template_facts.CALL]}
     result = {"role": "tool", "content": "wet"}
-    assert template_facts.list_hidden_kinds(tok, [ASK, call, result], [template_facts.TOOL]) == ["tools", "tool calls"]
-    assert template_facts.list_hidden_kinds(tok, [ASK, ANSWER, ASK], None) == []
-    assert "reasoning" in template_facts.probe_template(tok).hides
+    found = template_facts.explain_hidden(tok, [ASK, call, result], [template_facts.TOOL])
+    assert "renders tools and tool calls as nothing" in str(found)
+    thought = ANSWER | {"reasoning_content": "The longest."}
+    assert template_facts.explain_hidden(tok, [ASK, thought, ASK], None) is None
+    assert "renders reasoning as nothing" in str(template_facts.explain_hidden(tok, [ASK, thought], None))
 
 
 @pytest.mark.parametrize("template", [R1, BETWEEN])
@@ -194,5 +197,6 @@ def test_a_template_with_a_fixed_date_renders_what_it_did_that_day(family: str) 
     tok, _ = with_template(template_facts.fix_date(own, datetime.date(2024, 7, 4)))
     text = tok.decode(chat_template.encode_prompt(tok, [ASK]))
     assert ("04 Jul 2024" if family == "llama3.2" else "2024-07-04") in text
-    dated = list(chat_template.list_dated_prompts(tok, today - datetime.timedelta(3), [ASK], None, None))
+    encoder = PromptEncoder(tok, [0], 9, 0, None, None, today - datetime.timedelta(3))
+    dated = list(encoder.list_dated_prompts("a", [ASK], None, []))
     assert len(dated) == 6 and f"{today:%d}" in tok.decode(dated[0])

@@ -49,9 +49,7 @@ def repair_json(
         value = found.value
         if schema is not None:
             value, changes = conform_document(value, schema, question)
-    except BrokenJsonError as error:
-        return drop(text, str(error))
-    except SchemaMismatchError as error:
+    except (BrokenJsonError, SchemaMismatchError) as error:
         return drop(text, str(error))
     written = _write_like(value, found.text) if changes else found.text
     surroundings = [*found.before, *found.after, *(part for part in (found.lead, found.tail) if part.strip())]

@@ -24,7 +24,7 @@ from stages.data.tables.schema_check import (
 )
 from stages.data.tables.table_schema import TableFile
 from stages.data.tables.toon_document import FoundDocument, locate_document
-from stages.data.tables.toon_lines import AmbiguousTextError, Header, find_tables, read_header, split_row
+from stages.data.tables.toon_lines import AmbiguousTextError, find_tables, read_header, split_row
 from stages.data.tables.toon_repairs import REPAIR_RULES, RepairContext, may_be_cut
 
 
@@ -167,11 +167,7 @@ def _explain_undecodable(lines: list[str], work: RepairContext) -> str:
     for table in tables:
         if table.header.count != len(table.rows):
             schema = work.find_table(table.header)
-            has_rule = schema is not None and schema.rows.asked is not None
-            return "count_unsure" if has_rule and not _is_asked(work, table.header) else "row_count"
+            has_rule = schema and schema.rows.asked is not None
+            is_unsure = schema and has_rule and find_asked_rows(schema.rows, work.question) is None
+            return "count_unsure" if is_unsure else "row_count"
     return "not_toon"
-
-
-def _is_asked(work: RepairContext, header: Header) -> bool:
-    schema = work.find_table(header)
-    return schema is not None and find_asked_rows(schema.rows, work.question) is not None

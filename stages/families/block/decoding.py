@@ -19,12 +19,11 @@ from torch import Tensor, arange, cat, int64, stack
 
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
-from stages.engine.sampling import draw_tokens
+from stages.engine.sampling import compute_probabilities, draw_tokens
 from stages.families.block.kernels import FusedBlockExpansion
 from stages.families.block.model import BlockContext, BlockDraft
 from stages.families.draft_files import LoadedDraft
 from stages.params.tree_shape import TreeShape
-from stages.target.token_probabilities import compute_probabilities
 from stages.trees import draft_tree as trees
 
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from stages.engine.sampling import compute_probabilities
 from stages.families.block.exact_replay import AnswerPositions
 from stages.families.block.model import BlockDraft
 from stages.families.draft_replay import ExpectedCounts
-from stages.target.token_probabilities import compute_probabilities
 from stages.trees.expansion import count_logit_rows
 
 
