@@ -64,15 +64,13 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
     from stages.params.cell_trees import describe_left_out
 
     params = schema.load_params()
-    is_embedded = params.target.model.startswith("builtin/")
-    with contextlib.ExitStack() as stack:
-        if is_embedded:
-            check_run_params(params)
-        held_files = stack.enter_context(workspaces.hold_workspace(partial(print, flush=True)))
-        if not is_embedded:  # torch is imported beside the checks of the target's config, which take as long: 10 s
-            stack.enter_context(processes.guard_run(held_files))
-            stack.enter_context(processes.preload_stages())
-            check_run_params(params)
+    checks.check_params(params)
+    with (
+        workspaces.hold_workspace(partial(print, flush=True)) as held_files,
+        processes.guard_run(held_files),
+        processes.preload_stages(),  # beside the check of the target's config, which takes as long: 10 s
+    ):
+        check_run_params(params)
         reasons = dvc_graph.explain_stale()
         stages = dvc_graph.list_stages()
         if reasons:
@@ -80,9 +78,6 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
             yield from (f"note: {line}" for line in [*checks.list_remarks(params), *_warn_of_disk(params)])
         yield from _describe_stale(reasons, stages)
         if reasons:
-            if is_embedded:
-                stack.enter_context(processes.guard_run(held_files))
-                stack.enter_context(processes.preload_stages(len(reasons)))
             dvc_graph.run_all_stages(stages, verbose=verbose)
         if not (verbose and reasons):  # the report stage has printed it
             yield from _read_results()
@@ -116,7 +111,7 @@ def check_run_params(params: "Params | None" = None) -> "Params":
 
 def _warn_of_disk(params: "Params") -> Iterator[str]:
     """Yield that a run of one's own target does not fit on the disk, where its size is known."""
-    if params.target.model.startswith("builtin/"):
+    if params.target.is_embedded:
         return
     from pipeline import preflight, reproduce
 

@@ -168,7 +168,8 @@ def _run_stages(stack: contextlib.ExitStack, run: PreparedRun) -> dict[str, Stat
             reasons = {dvc_graph.INPUTS_STAGE: ["it always runs first"]} | reasons
         if not run.has_own_workspace:
             run_names.rename_run(f"{run.name}: {run_names.join_names(list(reasons), 'stages') or 'nothing stale'}")
-        stack.enter_context(processes.preload_stages(len(reasons.keys() - run.graph.remote)))
+        if reasons.keys() - run.graph.remote:
+            stack.enter_context(processes.preload_stages())
         run_artifacts.publish_plan(reasons)
         states = run_stale_stages(run.graph, reasons, run.pool, run.hosts)
     except BaseException:  # a cancelled flow: its tasks are on other threads, which get no signal

@@ -48,7 +48,7 @@ def reproduce_recipe(name: str, keep: bool = False) -> Iterator[str]:
     with workspaces.hold_workspace(print) as held_files:
         yield from take_recipe(name, keep)
         stages = dvc_graph.list_stages()
-        with processes.guard_run(held_files), processes.preload_stages(len(stages)):
+        with processes.guard_run(held_files), processes.preload_stages():
             try:
                 dvc_graph.run_all_stages(stages)
             except processes.StageError:  # which stage failed and which were skipped is printed

@@ -6,7 +6,6 @@ from pipeline import processes
 from stages.params import checks
 from stages.params.schema import Params
 from stages.params.section import PARAMS_FILE
-from stages.params.target_files import GGUF_SUFFIX
 
 
 def check_target_config(params: Params, file: Path = PARAMS_FILE) -> None:
@@ -15,7 +14,7 @@ def check_target_config(params: Params, file: Path = PARAMS_FILE) -> None:
     Nothing is started for embedded targets, or where neither is on this machine: prepare_target then checks.
     """
     model = params.target.model
-    if model.endswith(GGUF_SUFFIX) and Path(model).is_file():
+    if params.target.is_gguf and Path(model).is_file():
         processes.run_silent("stages.draft.supported_targets", file, model)
-    elif not model.startswith("builtin/") and (config := checks.find_target_config(params)) is not None:
+    elif not params.target.is_embedded and (config := checks.find_target_config(params)) is not None:
         processes.run_silent("stages.draft.supported_targets", file, config.parent)

@@ -13,7 +13,7 @@ from stages.params import target_files
 from stages.params.data_sections import fits_file
 from stages.params.families import DraftKind
 from stages.params.schema import Params
-from stages.params.section import PARAMS_FILE, suggest_name
+from stages.params.section import BUILTIN, PARAMS_FILE, suggest_name
 from stages.params.units import list_first
 from stages.runtime import guarded_files
 
@@ -84,8 +84,7 @@ def list_problems(params: Params) -> Iterator[str]:
 
 def check_target_path(params: Params) -> None:
     """Raise ValueError for a target whose folder or GGUF file is missing."""
-    model = params.target.model
-    is_file = model.endswith(target_files.GGUF_SUFFIX)
+    model, is_file = params.target.model, params.target.is_gguf
     is_here = Path(model).is_file() if is_file else Path(model).is_dir() or re.fullmatch(HUB_ID, model)
     if not is_here:
         parent = Path(model).parent
@@ -129,7 +128,7 @@ def check_target_files(params: Params) -> None:
 
 def check_vocab_of_target(params: Params) -> None:
     """Raise ValueError for a draft vocabulary larger than that of a target that is here."""
-    is_trained = params.target.model.startswith("builtin/") and params.prepare_target.weights == "train"
+    is_trained = params.target.is_embedded and params.prepare_target.weights == "train"
     if not is_trained and (size := _find_number(params, "vocab_size")) is not None:
         params.init_draft.choose_vocab_size(size)
 
@@ -187,9 +186,9 @@ def find_target_config(params: Params) -> Path | None:
     Downloads nothing.
     """
     model, path = params.target.model, Path(params.target.model) / "config.json"
-    if model.startswith("builtin/"):
-        path = TARGETS_FOLDER / model.removeprefix("builtin/") / "config.json"
-    elif not path.is_file() and not model.endswith(target_files.GGUF_SUFFIX):
+    if params.target.is_embedded:
+        path = TARGETS_FOLDER / model.removeprefix(BUILTIN) / "config.json"
+    elif not path.is_file() and not params.target.is_gguf:
         from huggingface_hub import try_to_load_from_cache  # where the target is an id
 
         try:

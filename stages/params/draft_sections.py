@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stages.params.families import BUILTIN, BUILTINS, AnySegment, DraftFamily, Segment
+from stages.params.families import BUILTINS, AnySegment, DraftFamily, Segment
 from stages.params.section import (
+    BUILTIN,
     ROOT_CHECKPOINT,
     Count,
     Eagle3FeatureLayers,

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from stages.params.engines import SERVED, join_words
-from stages.params.section import Count, FeatureLayers, Name, Positive, Section
+from stages.params.section import BUILTIN, Count, FeatureLayers, Name, Positive, Section
 from stages.params.tree_shape import TreeShape
 
 TORCH_ONLY = "torch engine only"
-BUILTIN = "builtin/"  # begins the `model` of an imported checkpoint that has no weights: builtin/ngram
 SHAPES = {  # by the first letter of a shape's name (tree_shape.py)
     "t": "dynamic trees, as t8_2_16",
     "s": "static trees, as s6_16",

@@ -25,6 +25,7 @@ def _list_numbers(name: str) -> list[str]:
 
 PARAMS_FILE = Path("params.yaml")
 RUN_PARAMS = Path("artifacts/inputs/params.json")  # all parameters of the run that DVC is at
+BUILTIN = "builtin/"  # begins what is a model and nothing to download: embedded targets, drafts without weights
 ROOT_CHECKPOINT = "e000"  # made by init_draft; every chain of segments starts from it
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stages.params.section import Count, Dtype, FeatureLayers, Positive, Section, Seed, Source, Text
+from stages.params.section import BUILTIN, Count, Dtype, FeatureLayers, Positive, Section, Seed, Source, Text
+from stages.params.target_files import GGUF_SUFFIX
 
 
 class Target(Section):
@@ -25,6 +26,15 @@ class Target(Section):
     lm_head_key: Text | None = None
     # a file in templates/, for a target without a correct chat template; null: the target's own
     chat_template: Annotated[str, Field(pattern=r"^[^/]+$")] | None = None
+
+    @property
+    def is_embedded(self) -> bool:
+        """Return whether prepare_target makes the target without a download, by its name: builtin/NAME."""
+        return self.model.startswith(BUILTIN)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.model.endswith(GGUF_SUFFIX)
 
     def gpus(self, processes: int = 1) -> list[int]:
         """Return the visible GPUs of a stage: the one named by `device`, or one for each of several processes."""

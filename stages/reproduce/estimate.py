@@ -275,7 +275,7 @@ class _Run:
             result.add_disk("import_draft", "imported drafts", 2 * total * len(imported), derivation)
             result.download_bytes += 2 * total * sum(not Path(draft.model).is_dir() for draft in imported.values())
         parameters = self.target.parameters
-        if m.model.startswith("builtin/"):
+        if p.target.is_embedded:
             result.add_disk("prepare_target", "target", 4 * parameters, f"{format_count(parameters)} * 4 bytes")
         elif not Path(m.model).exists():
             result.download_bytes += 2 * parameters

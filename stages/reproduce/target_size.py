@@ -9,8 +9,9 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from stages.draft import supported_targets
-from stages.params import schema, target_files
+from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
+from stages.params.target_sections import Target
 from stages.runtime import guarded_files
 from stages.target import foreign_files, gguf_target, loading
 from stages.target.manifest import TargetManifest
@@ -39,8 +40,8 @@ class TargetSize:
 def read_target_size(p: schema.Params) -> TargetSize:
     """Return the target's size. Raises ValueError where no config of the target is here."""
     with foreign_files.refuse_unreadable(p.target.model, "a config by which transformers builds its class"):
-        config, source = _find_config(p.target.model, p.target.revision)
-        if p.target.model.endswith(target_files.GGUF_SUFFIX):
+        config, source = _find_config(p.target)
+        if p.target.is_gguf:
             supported_targets.check_target_config(p, config)
         manifest = supported_targets.describe_target(
             p.target.model, p.target.revision, config, TARGETS_FOLDER, p.target.feature_layers
@@ -48,15 +49,16 @@ def read_target_size(p: schema.Params) -> TargetSize:
         return TargetSize(manifest, source, *_count_parameters(config))
 
 
-def _find_config(model: str, revision: str | None) -> tuple[PretrainedConfig, str]:
+def _find_config(target: Target) -> tuple[PretrainedConfig, str]:
     """Return the config of recipes/targets/, of the target's own folder, or of the Hugging Face cache, and its origin."""
+    model = target.model
     path = TARGETS_FOLDER / f"{model.rstrip('/').rsplit('/', 1)[-1]}.json"
     if path.is_file():
         recorded = guarded_files.read_json(path, f"restore it: git checkout {path}", root=path.parent)
         return CONFIG_MAPPING[recorded["config"]["model_type"]].from_dict(recorded["config"]), recorded["recorded_from"]
-    if model.endswith(target_files.GGUF_SUFFIX) and Path(model).is_file():
+    if target.is_gguf and Path(model).is_file():
         return gguf_target.read_gguf_config(Path(model)), "its own metadata"
-    own = find_target_file(model, revision, "config.json")
+    own = find_target_file(model, target.revision, "config.json")
     if own and guarded_files.read_json(own, foreign_files.REMEDY).get("model_type") in CONFIG_MAPPING:
         return foreign_files.read_config(own.parent), "its own config.json"
     known = ", ".join(sorted(file.stem for file in TARGETS_FOLDER.glob("*.json")))
