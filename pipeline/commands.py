@@ -26,6 +26,7 @@ VALID_PARAMS_FILE = Path(".scratch/valid_params.json")
 CHECKED_PATHS = ("params.yaml", "stages/params")
 MAX_SHOWN_CHANGES = 3  # of one line; Prefect's pages have all of them
 PROCESS_ID = re.compile(r"\(PID (\d+)\)")  # in DVC's message on a locked file
+LARGEST = "extract_hiddens"  # the stage that fills a disk
 NOTHING_STALE = "nothing is stale"
 
 # What a command that runs no graph has left after Ctrl-C. The others have changed nothing.
@@ -75,7 +76,9 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         stages = dvc_graph.list_stages()
         if reasons:
             yield from describe_left_out(params.list_left_out_trees())
-            yield from (f"note: {line}" for line in [*checks.list_remarks(params), *_warn_of_disk(params)])
+            is_written = LARGEST in {*reasons, *_list_below(reasons, stages)}
+            remarks = [*checks.list_remarks(params), *(_warn_of_disk(params) if is_written else ())]
+            yield from (f"note: {line}" for line in remarks)
         yield from _describe_stale(reasons, stages)
         if reasons:
             dvc_graph.run_all_stages(stages, verbose=verbose)
@@ -98,13 +101,13 @@ def check_run_params(params: "Params | None" = None) -> "Params":
 
     Raises ValueError naming every wrong key, or the file, folder, GPU or token that it names and that is not as expected.
     """
-    from pipeline import target_checks
+    from pipeline import preflight
     from stages.params import checks, schema  # 0.2 s
 
     digest = freshness.digest_paths(CHECKED_PATHS)
     params = params or schema.load_params()
     checks.check_params(params)
-    target_checks.check_target_config(params)
+    preflight.check_target_config(params)
     freshness.write_known(VALID_PARAMS_FILE, {"look": digest})
     return params
 

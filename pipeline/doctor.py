@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from pipeline import dvc_graph, preflight, recipes, reproduce, resources, target_checks
+from pipeline import dvc_graph, preflight, recipes, reproduce, resources
 from pipeline.preflight import Finding, check_files
 from pipeline.remote import dvc_remote
 from stages.params import checks
@@ -77,7 +77,7 @@ def _list_problems(params: Params, file: Path) -> Iterator[str]:
     # A GGUF file is checked with the size of a run, by one process that reads it.
     if not params.target.is_gguf:
         try:
-            target_checks.check_target_config(params, file)
+            preflight.check_target_config(params, file)
         except ValueError as error:
             yield str(error)
 

@@ -108,3 +108,16 @@ def test_a_target_that_prepare_target_refuses_is_refused_before_any_stage(
     edit_params(home, {"target": {"model": "someone/mine"}})
     with pytest.raises(ValueError, match=message):
         commands.check_run_params()
+
+
+def test_a_target_is_checked_once_for_the_same_config(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command of doctor, stale and run took the seconds of an import of transformers."""
+    started = list[tuple[object, ...]]()
+    monkeypatch.setattr(processes, "run_silent", lambda *words: started.append(words))
+    edit_params(home, {"target": {"model": str(manifest.TARGET_FOLDER)}})
+    for _ in range(2):
+        commands.check_run_params()
+    assert started == [("stages.draft.supported_targets", Path("params.yaml"), manifest.TARGET_FOLDER)]
+    (manifest.TARGET_FOLDER / "config.json").touch()
+    commands.check_run_params()
+    assert len(started) == 2
