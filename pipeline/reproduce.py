@@ -1,12 +1,13 @@
-"""Run a recipe and print its results beside the published ones.
+"""Run a recipe and print its results beside the published ones; print what a run takes.
 
 `stages.reproduce` knows models and results; it is run as a command, like every stage. Each function yields lines to print.
 """
 
 import itertools
 import shutil
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,15 +16,23 @@ from pydantic import BaseModel, ConfigDict
 from pipeline import dvc_graph, preflight, processes, recipes, workspaces
 from stages.params import schema
 from stages.params.section import PARAMS_FILE
+from stages.params.units import format_bytes, format_duration
+
+HEAD = ("stage", "runs", "time", "disk", "GPU-hours")
 
 
 class StageEstimate(BaseModel):
     """Time and disk of all stages with one name before the @; None where nothing is known."""
 
     model_config = ConfigDict(frozen=True)
-    seconds: float | None
-    gpu_hours: float | None
-    disk_bytes: float
+    seconds: float | None = None
+    gpu_hours: float | None = None
+    disk_bytes: float = 0
+
+    def format_figures(self) -> tuple[str, str, str]:
+        time = "-" if self.seconds is None else format_duration(self.seconds)
+        hours = "-" if self.gpu_hours is None else f"{self.gpu_hours:.2g}"
+        return time, format_bytes(self.disk_bytes) if self.disk_bytes else "-", hours
 
 
 class RunEstimate(BaseModel):
@@ -134,3 +143,36 @@ def _check_needs(name: str, path: Path, file: Path, estimate: RunEstimate) -> It
     recipe, _ = schema.read_recipe(path)
     assert recipe, "open_recipe has checked it"
     return preflight.check_recipe(name, recipe, schema.load_params(file), estimate.disk_bytes, estimate.weight_bytes)
+
+
+# What a run takes
+
+
+def describe_estimate(recipe: str | None, params_file: Path | None, gpu: str) -> Iterator[str]:
+    """Yield the table of stages, the totals, and how each figure was computed.
+
+    Raises:
+        ValueError: the recipe or the parameters are not valid, or nothing is recorded of the target's shape.
+    """
+    if recipe and params_file:
+        raise ValueError("expected a recipe or --params FILE, found both")
+    with ExitStack() as stack:
+        path, file = None, params_file or PARAMS_FILE
+        if recipe:
+            path, file, _ = stack.enter_context(open_recipe(recipe))
+        params = schema.load_params(file)
+        estimate = estimate_params(path, file, gpu)
+        runs = Counter(name.partition("@")[0] for name in list_stages_with(file))
+    rows = [(name, str(n), *estimate.stages.get(name, StageEstimate()).format_figures()) for name, n in runs.items()]
+    times = [found.seconds for found in estimate.stages.values() if found.seconds is not None]
+    total = StageEstimate(
+        seconds=sum(times) if times else None, gpu_hours=estimate.gpu_hours or None, disk_bytes=estimate.disk_bytes
+    )
+    table = [HEAD, *rows, ("together", str(runs.total()), *total.format_figures())]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    yield from (f"target {params.target.model}, {runs.total()} stages", "")
+    for name, *figures in table:
+        yield "  ".join([name.ljust(widths[0]), *map(str.rjust, figures, widths[1:])])
+    yield from ("", *estimate.lines)
+    if missing := [path for path in preflight.list_files(params).values() if not Path(path).exists()]:
+        yield f"to get before the run: {', '.join(missing)}"

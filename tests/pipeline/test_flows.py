@@ -292,10 +292,11 @@ def test_a_make_ui_whose_server_dies_under_a_run_says_so_and_ends(server: Server
     wait_for(server.up, 600)
 
 
-def test_a_run_without_a_server_is_refused_in_one_line(project: Any, tmp_path: Path) -> None:
+def test_a_worker_without_a_server_is_refused_in_one_line(project: Any, tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     env |= {"PYTHONPATH": str(REPO), "PREFECT_HOME": str(tmp_path), "PREFECT_API_URL": "http://127.0.0.1:9/api"}
-    command = [sys.executable, "-m", "pipeline.flows"]
+    env |= {"PREFECT_API_AUTH_STRING": "aerie:word"}
+    command = [sys.executable, "-m", "pipeline.start_worker"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "no Prefect server answers at PREFECT_API_URL" in done.stderr and done.stderr.count("\n") == 1
