@@ -62,7 +62,6 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         return
     from pipeline import dvc_graph, processes, workspaces  # 0.2 s
     from stages.params import checks, schema
-    from stages.params.cell_trees import describe_left_out
 
     params = schema.load_params()
     checks.check_params(params)
@@ -75,7 +74,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         reasons = dvc_graph.explain_stale()
         stages = dvc_graph.list_stages()
         if reasons:
-            yield from describe_left_out(params.list_left_out_trees())
+            yield from params.describe_left_out_trees()
             is_written = LARGEST in {*reasons, *_list_below(reasons, stages)}
             remarks = [*checks.list_remarks(params), *(_warn_of_disk(params) if is_written else ())]
             yield from (f"note: {line}" for line in remarks)
@@ -161,10 +160,8 @@ def list_stale() -> Iterator[str]:
     if _is_known_fresh():  # what a run at work has changed would show
         yield NOTHING_STALE
         return
-    from stages.params.cell_trees import describe_left_out
-
     _check_no_run()
-    yield from describe_left_out(check_run_params().list_left_out_trees())
+    yield from check_run_params().describe_left_out_trees()
     found = _ask_stale()
     yield from _describe_stale(found.reasons, found.stages)
     if found.reasons:

@@ -13,7 +13,6 @@ from pipeline import dvc_graph, preflight, recipes, reproduce, resources
 from pipeline.preflight import Finding, check_files
 from pipeline.remote import dvc_remote
 from stages.params import checks
-from stages.params.cell_trees import describe_left_out
 from stages.params.engines import SERVED, find_program
 from stages.params.schema import Params, load_params, read_recipe
 from stages.params.section import PARAMS_FILE
@@ -63,7 +62,7 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
             yield from (Finding(name, problem.removeprefix(f"{PARAMS_FILE}: "), False) for problem in problems)
             if not problems:
                 yield Finding(name, f"valid, target {params.target.model}", True)
-            yield from (Finding("trees", line) for line in describe_left_out(params.list_left_out_trees()))
+            yield from (Finding("trees", line) for line in params.describe_left_out_trees())
             yield from check_files(params, *fetched)
             yield from (Finding("note", line) for line in checks.list_remarks(params))
             yield from _check_estimate(estimate)

@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from pipeline import freshness, processes, resources
-from stages.params import checks
 from stages.params.data_sections import PromptSet
 from stages.params.engines import ENGINES, find_program
 from stages.params.recipe import Recipe
@@ -176,7 +175,7 @@ def check_target_config(params: Params, file: Path = PARAMS_FILE) -> None:
     if params.target.is_gguf:
         config = source = model if model.is_file() else None
     else:
-        config = checks.find_target_config(params)
+        config = params.target.find_file("config.json")
         source = config and config.parent
     if config is None:
         return

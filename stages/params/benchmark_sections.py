@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
-from stages.params.engines import SERVED, ServedEngine
+from stages.params.engines import SERVED, ConfigurationUrls, ServedEngine
 from stages.params.section import (
     TEXT_OR_NUMBER,
     Count,
@@ -23,7 +23,6 @@ from stages.params.section import (
     _check_unique,
     get_named,
 )
-from stages.params.server_urls import ConfigurationUrls
 from stages.params.tree_sections import ShapeNames
 from stages.params.tree_shape import SGLANG_SCORING, Load, ScoringName, parse_shape
 

@@ -13,7 +13,7 @@ from stages.params import target_files
 from stages.params.data_sections import fits_file
 from stages.params.families import DraftKind
 from stages.params.schema import Params
-from stages.params.section import BUILTIN, PARAMS_FILE, suggest_name
+from stages.params.section import PARAMS_FILE, suggest_name
 from stages.params.units import list_first
 from stages.runtime import guarded_files
 
@@ -21,7 +21,6 @@ from stages.runtime import guarded_files
 GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"  # owner/name, or builtin/NAME
 SMALL_DRAFT_VOCAB = 4096  # below, a draft's vocabulary is told of
-TARGETS_FOLDER = Path("data/targets")  # of embedded targets that are shipped
 MAX_SHOWN_FILES = 20  # in a message
 TEMPLATES_FOLDER = Path("templates")  # of target.chat_template
 
@@ -180,28 +179,9 @@ def check_target_layers(model: str, layers: list[int], num_layers: int) -> None:
         )
 
 
-def find_target_config(params: Params) -> Path | None:
-    """Return the target's config.json, for a Hub id the one in the local cache; None where it is not here.
-
-    Downloads nothing.
-    """
-    model, path = params.target.model, Path(params.target.model) / "config.json"
-    if params.target.is_embedded:
-        path = TARGETS_FOLDER / model.removeprefix(BUILTIN) / "config.json"
-    elif not path.is_file() and not params.target.is_gguf:
-        from huggingface_hub import try_to_load_from_cache  # where the target is an id
-
-        try:
-            found = try_to_load_from_cache(model, "config.json", revision=params.target.revision)
-        except ValueError:  # the name is no id
-            return None
-        return Path(found) if isinstance(found, str) else None
-    return path if path.is_file() else None
-
-
 def _find_number(params: Params, key: str) -> int | None:
     """Return a number of the target's config.json; None where that is not here."""
-    if (path := find_target_config(params)) is None:
+    if (path := params.target.find_file("config.json")) is None:
         return None
     try:
         config = guarded_files.read_json(path, "")

@@ -4,12 +4,15 @@ ENGINES has one entry for each; what it is told, asked and answers is in stages/
 entry here and its name in the options below, a module there, and its line in the registry.
 """
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
 
 from stages.params.tree_shape import NamedShape, TreeShape
 
@@ -127,3 +130,39 @@ def locate_program(engine: str, program: str = "") -> str:
 def join_words(words: list[str]) -> str:
     """Return "a, b and c"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+# URLs of running servers: `base_urls` of sample_target.server and of benchmark_served.servers
+
+# http://host:port; no user:password@, which would be logged
+SERVER_URL_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5})?(/v1)?/?$"
+# The pattern also takes a range of ports: http://host:6000-6007 names a server on each of them.
+SERVER_URLS_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
+MAX_RANGE = 1024
+
+
+def strip_api_path(url: str) -> str:
+    """Return a server's URL without the /v1 that users may write."""
+    return re.sub(r"(/v1)?/?$", "", url)
+
+
+def expand_urls(base_urls: list[str]) -> list[str]:
+    """Return one URL per server: http://host:6000-6007 names eight. Raises ValueError for an invalid range."""
+    urls = []
+    for url in map(strip_api_path, base_urls):
+        host, first, last = re.fullmatch(r"(.*?)(?::(\d+)-(\d+))?", url).groups()  # type: ignore[union-attr]
+        ports = range(int(first), int(last) + 1) if first else None
+        if ports is not None and not 0 < len(ports) <= MAX_RANGE:
+            raise ValueError(f"{url} is no range of ports, expected the lower port first, at most {MAX_RANGE}")
+        urls += [url] if ports is None else [f"{host}:{port}" for port in ports]
+    return urls
+
+
+def _check_ranges(base_urls: list[str]) -> list[str]:
+    expand_urls(base_urls)
+    return base_urls
+
+
+ServerUrls = Annotated[list[Annotated[str, Field(pattern=SERVER_URLS_PATTERN)]], AfterValidator(_check_ranges)]
+ConfigurationName = Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")]
+ConfigurationUrls = dict[ConfigurationName, Annotated[str, Field(pattern=SERVER_URL_PATTERN)]]

@@ -28,8 +28,8 @@ from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.draft_sections import MOST_BATCH_TOKENS
+from stages.params.engines import expand_urls
 from stages.params.families import ROOT_FAMILY, BlockSegment
-from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes
 from stages.reproduce import data_size
 from stages.reproduce.block_flop import BlockCounts, count_block_flop

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from stages.draft import supported_targets
@@ -58,23 +57,13 @@ def _find_config(target: Target) -> tuple[PretrainedConfig, str]:
         return CONFIG_MAPPING[recorded["config"]["model_type"]].from_dict(recorded["config"]), recorded["recorded_from"]
     if target.is_gguf and Path(model).is_file():
         return gguf_target.read_gguf_config(Path(model)), "its own metadata"
-    own = find_target_file(model, target.revision, "config.json")
+    own = target.find_file("config.json")
     if own and guarded_files.read_json(own, foreign_files.REMEDY).get("model_type") in CONFIG_MAPPING:
         return foreign_files.read_config(own.parent), "its own config.json"
     known = ", ".join(sorted(file.stem for file in TARGETS_FOLDER.glob("*.json")))
     raise ValueError(
         f"{path} not found, expected a recorded config.json of {model}, as {known}; run: hf download {model} config.json"
     )
-
-
-def find_target_file(model: str, revision: str | None, name: str) -> Path | None:
-    """Return a file of the target's own folder, of a shipped target's, or of the Hugging Face cache; None without it."""
-    for folder in (Path(model), Path("data/targets", model.rpartition("/")[2])):
-        if (folder / name).is_file():
-            return folder / name
-    is_hub_id = not Path(model).is_absolute() and model.count("/") <= 1
-    cached = try_to_load_from_cache(model, name, revision=revision) if is_hub_id else None
-    return Path(cached) if isinstance(cached, str) else None
 
 
 def _count_parameters(config: PretrainedConfig) -> tuple[int, int, int, int, bool]:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from stages.engines import client, http_session, registry
 from stages.engines.protocol import SamplingLaunch
-from stages.params import server_urls
+from stages.params import engines
 from stages.sampling import replicas
 from stages.sampling.conversation_sampling import ConversationSampler, SamplingProgress, sample_splits
 from stages.sampling.sampled_split import SampledSplit
@@ -27,7 +27,7 @@ def open_servers(
     if s.launch is None:
         _warn_of_date(context)
         urls, secret = (
-            server_urls.expand_urls(s.base_urls),
+            engines.expand_urls(s.base_urls),
             http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION),
         )
         return lambda: client.ChatClient(urls, s.model or t.model, *limits, secret)

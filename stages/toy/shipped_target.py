@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from stages.params.checks import TARGETS_FOLDER
-from stages.params.target_sections import PrepareTarget
+from stages.params.target_sections import TARGETS_FOLDER, PrepareTarget
 from stages.target import manifest
 from stages.toy import text_targets
 
