@@ -41,8 +41,6 @@ from stages.params.schema import Params, load_params
 
 NO_CHANGES = Changes()
 
-run_pages.hide_engine_lines()
-
 
 @flow(name="build")
 def build(changes: Changes = NO_CHANGES) -> State[None]:
@@ -127,7 +125,7 @@ def _run_graph(
 def _fail(message: str) -> State[None]:
     """Log an error and return the failed state of a flow."""
     get_run_logger().error(message)
-    return Failed(message=join_lines(message))
+    return Failed(message=" ".join(message.split()))  # as it is shown
 
 
 def _prepare_run(stack: contextlib.ExitStack, name: str, change: Callable[[], None] | None) -> PreparedRun:
@@ -283,11 +281,6 @@ def make_final_state(states: dict[str, State[str]]) -> State[None]:
     if failed := [f"{name} failed: {state.message}" for name, state in states.items() if state.is_failed()]:
         return Failed(message="; ".join([*failed, counts]))
     return Completed(message=counts)
-
-
-def join_lines(text: str) -> str:
-    """Return a text on one line, as a state's message is shown."""
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def require_server() -> None:

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -48,7 +48,7 @@ def check_recipe(
     yield check_disk(disk_bytes)
 
 
-def refuse_unmet(name: str, findings: Collection[Finding]) -> None:
+def refuse_unmet(name: str, findings: Iterable[Finding]) -> None:
     """Raise ValueError with each need that is not met."""
     unmet = [f"  {finding.subject}: {finding.found}; {finding.advice}" for finding in findings if finding.ok is False]
     if unmet:

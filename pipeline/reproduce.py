@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline import dvc_graph, preflight, processes, recipes, workspaces
 from stages.params import schema
+from stages.params.recipe import Recipe
 from stages.params.section import PARAMS_FILE
 from stages.params.units import format_bytes, format_duration
 
@@ -71,20 +72,25 @@ def reproduce_recipe(name: str, keep: bool = False) -> Iterator[str]:
 
 def take_recipe(name: str, keep: bool = False) -> Iterator[str]:
     """Write the recipe into params.yaml after printing what it takes. Raises ValueError as `reproduce_recipe` beforehand."""
-    with open_recipe(name, keep) as (path, file, _):
+    with open_recipe(name, keep) as (recipe, path, file, _):
         list_stages_with(file)
         estimate = estimate_params(path, file)
         yield from [*estimate.lines, ""]
-        preflight.refuse_unmet(name, list(_check_needs(name, path, file, estimate)))
+        needs = preflight.check_recipe(
+            name, recipe, schema.load_params(file), estimate.disk_bytes, estimate.weight_bytes
+        )
+        preflight.refuse_unmet(name, needs)
     yield from recipes.use_recipe(name, keep, keep_own=False)
 
 
 def describe_dry_run(name: str, keep: bool = False) -> Iterator[str]:
     """Yield what would run and what it takes. Raises ValueError if the recipe is not valid."""
-    with open_recipe(name, keep) as (path, file, changes):
+    with open_recipe(name, keep) as (recipe, path, file, changes):
         upstream = list_stages_with(file)
         estimate = estimate_params(path, file)
-        needs = list(_check_needs(name, path, file, estimate))
+        needs = preflight.check_recipe(
+            name, recipe, schema.load_params(file), estimate.disk_bytes, estimate.weight_bytes
+        )
     yield f"{len(upstream)} stages:"
     for stage, parts in itertools.groupby(sorted(upstream), lambda name: name.partition("@")[0]):
         names = [part for name in parts if (part := name.partition("@")[2])]
@@ -97,7 +103,7 @@ def describe_dry_run(name: str, keep: bool = False) -> Iterator[str]:
 
 def compare_recipe(name: str, keep: bool = False) -> Iterator[str]:
     """Yield the table of the results in results/ beside the published ones."""
-    with open_recipe(name, keep) as (path, file, _):
+    with open_recipe(name, keep) as (_, path, file, _):
         table = processes.run_silent("stages.reproduce.compare", path, file)
     yield from table.rstrip("\n").split("\n")
 
@@ -127,22 +133,17 @@ def estimate_params(recipe: Path | None, file: Path, gpu: str = "h200") -> RunEs
 
 
 @contextmanager
-def open_recipe(name: str, keep: bool = False) -> Iterator[tuple[Path, Path, list[str]]]:
-    """Yield the recipe's path, a file of params.yaml with its keys, and a line for each key that changed.
+def open_recipe(name: str, keep: bool = False) -> Iterator[tuple[Recipe, Path, Path, list[str]]]:
+    """Yield the recipe, its path, a file of params.yaml with its keys, and a line for each key that changed.
 
     Raises ValueError as `recipes.merge_recipe`, and where the recipe has no block that describes it.
     """
     path = recipes.locate_recipe(name)
-    if schema.read_recipe(path)[0] is None:
+    recipe, _ = schema.read_recipe(path)
+    if recipe is None:
         raise ValueError(f"{path} has no block `recipe`, expected one that says what it reproduces; see recipes/")
     with recipes.merge_recipe(name, keep) as (file, changes):
-        yield path, file, changes
-
-
-def _check_needs(name: str, path: Path, file: Path, estimate: RunEstimate) -> Iterator[preflight.Finding]:
-    recipe, _ = schema.read_recipe(path)
-    assert recipe, "open_recipe has checked it"
-    return preflight.check_recipe(name, recipe, schema.load_params(file), estimate.disk_bytes, estimate.weight_bytes)
+        yield recipe, path, file, changes
 
 
 # What a run takes
@@ -159,7 +160,7 @@ def describe_estimate(recipe: str | None, params_file: Path | None, gpu: str) ->
     with ExitStack() as stack:
         path, file = None, params_file or PARAMS_FILE
         if recipe:
-            path, file, _ = stack.enter_context(open_recipe(recipe))
+            _, path, file, _ = stack.enter_context(open_recipe(recipe))
         params = schema.load_params(file)
         estimate = estimate_params(path, file, gpu)
         runs = Counter(name.partition("@")[0] for name in list_stages_with(file))

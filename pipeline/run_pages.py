@@ -1,4 +1,4 @@
-"""What Prefect's pages show of a run: its name, by what it does; its plan and results; a stage's log, and its bar as progress."""
+"""A run in Prefect's pages: its name, by what it does; its plan and results; a stage's log, and its bar as progress."""
 
 import csv
 import json
@@ -39,6 +39,8 @@ PROGRESS_INTERVAL_S = 3.0
 # What Prefect's engines log of a state's end: its representation, and `NoneType: None` below that of a failed task. The
 # state itself and its message are shown, and a stage's own log says the error.
 ENGINE_LINES = ("Task run failed with ", "Finished in state ")
+for _name in ("prefect.flow_runs", "prefect.task_runs"):
+    logging.getLogger(_name).addFilter(lambda record: not str(record.msg).startswith(ENGINE_LINES))
 
 
 # Its name
@@ -155,12 +157,6 @@ def _shorten_number(cell: str) -> str:
 
 
 # A stage
-
-
-def hide_engine_lines() -> None:
-    """Keep the lines of Prefect's engines that repeat states out of the logs of runs."""
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(ENGINE_LINES))
 
 
 class ProgressLog:

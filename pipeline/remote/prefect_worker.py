@@ -24,8 +24,6 @@ from stages.params.schema import load_params
 
 SENT_FOLDER = Path(".scratch/sent")
 
-run_pages.hide_engine_lines()
-
 
 @flow(name="stage")
 def stage(order: dvc_remote.StageOrder) -> State[None]:
