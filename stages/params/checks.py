@@ -31,9 +31,7 @@ def check_raw(params: Params) -> None:
     if not raw.exists():
         is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", fix.raw) and not raw.suffix and raw.parts[0] != "data"
         more = f"; for the dataset {fix.raw} of the Hub write a file NAME.hub.yaml" if is_id else ""
-        raise ValueError(
-            f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more} (docs/data.md)"
-        )
+        raise ValueError(f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more}")
     columns = [name for name in fix.columns or {} if name != "*"]  # which fits any
     files = _list_raw_files(raw) if fix.eval_file or columns else []
     for key, names in {"eval_file": fix.eval_file or [], "columns": columns}.items():
@@ -47,8 +45,7 @@ def check_raw(params: Params) -> None:
     for file in files:
         if len(fitting := fix.find_column_names(raw / file if raw.is_dir() else raw)) > 1:
             raise ValueError(
-                f"{PARAMS_FILE}: fix_data.columns names {' and '.join(fitting)}, which both fit {file}, expected one; name "
-                "the file itself"
+                f"{PARAMS_FILE}: fix_data.columns has {' and '.join(fitting)} for {file}, expected one; name the file itself"
             )
 
 
@@ -101,8 +98,7 @@ def check_device(params: Params) -> None:
     is_absent = not (any(map(glob, GPU_DEVICES)) or shutil.which("nvidia-smi"))
     if device != "cpu" and runner == "local" and (is_hidden or is_absent):
         raise ValueError(
-            f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none here, or none in CUDA_VISIBLE_DEVICES; set "
-            "target.device: cpu, or run where there is one"
+            f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none here; set target.device: cpu"
         )
 
 
@@ -156,8 +152,7 @@ def read_chat_template(name: str | None) -> str | None:
     if not path.is_file():
         known = sorted(file.name for file in TEMPLATES_FOLDER.glob("*.jinja"))
         raise ValueError(
-            f"{PARAMS_FILE}: target.chat_template is {name}{suggest_name(name, known)}, expected the name of a file in "
-            f"{TEMPLATES_FOLDER}/, which has {', '.join(known) or 'none'}; put it there"
+            f"{PARAMS_FILE}: target.chat_template is {name}{suggest_name(name, known)}, expected a file of {TEMPLATES_FOLDER}/"
         )
     import jinja2  # where a template is named
 
@@ -174,8 +169,7 @@ def check_target_layers(model: str, layers: list[int], num_layers: int) -> None:
     """Raise ValueError for feature layers that are not increasing, or that the target `model` does not have."""
     if layers[0] < 0 or layers != sorted(set(layers)) or layers[-1] >= num_layers:
         raise ValueError(
-            f"{PARAMS_FILE}: target.feature_layers is {layers}, expected increasing ids below {num_layers}, the number of "
-            f"{model}'s layers: id i is the residual stream entering block i; correct it, or set it to null"
+            f"{PARAMS_FILE}: target.feature_layers is {layers}, expected increasing ids below {num_layers}, or null"
         )
 
 

@@ -30,19 +30,14 @@ ExplainShape = Callable[[TreeShape], str | None]  # returns why an engine can't 
 
 def _explain_tree(shape: TreeShape) -> str | None:
     if shape.num_draft_tokens < shape.num_steps + 1:
-        return (
-            f"SGLang from 0.5.17 on needs num_draft_tokens of at least num_steps + 1 = {shape.num_steps + 1}, found "
-            f"{shape.num_draft_tokens}: its scheduler ends at start"
-        )
+        return f"SGLang needs num_draft_tokens of num_steps + 1 = {shape.num_steps + 1} or more, found {shape.num_draft_tokens}"
     return None
 
 
 def _explain_ngram(shape: TreeShape) -> str | None:
     longest, shortest, length = shape.numbers if isinstance(shape, NamedShape) else (0, 0, 0)
     if longest != shortest or length < longest:
-        return (
-            f"llama.cpp looks up n-grams of one length, and drafts at least as many tokens: n{longest}_{longest}_8, say"
-        )
+        return f"llama.cpp looks up n-grams of one length, no longer than its chain: n{longest}_{longest}_8, say"
     return None
 
 

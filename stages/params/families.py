@@ -272,10 +272,7 @@ class DraftKind:
         if shape.topk > 1:
             return f"engines verify chains only of {self.title} drafts, this tree has topk {shape.topk}"
         if shape.num_steps != whole.num_steps:
-            return (
-                f"a block of this {self.title} draft has {whole.num_steps} drafts and this chain {shape.num_steps}: told another "
-                f"width, an engine runs another block than was trained and replayed; take {whole.name}"
-            )
+            return f"engines run whole blocks of this {self.title} draft, {whole.num_steps} drafts; take {whole.name}"
         return None
 
     def is_served(self, shape: TreeShape) -> bool:
@@ -292,10 +289,7 @@ class DraftKind:
         if all(map(self.is_served, shapes)):
             return None
         if whole := self.whole_block:
-            return (
-                f"{TORCH_ONLY}: of a {self.family.title} draft, serving engines run the chain of the whole block alone, "
-                f"{whole.label}"
-            )
+            return f"{TORCH_ONLY}: serving engines run the chain of the whole block alone, {whole.label}"
         if not self.family.is_replayed:
             return f"{TORCH_ONLY}: {self._explain_own_engines()}"
         return f"{TORCH_ONLY}: {', '.join(f'{facts.title} runs {facts.runs}' for facts in SERVED.values())}"

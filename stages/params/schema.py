@@ -112,18 +112,14 @@ class Params(Section):
         ]
         for key, name, known in listed + starts:
             if name not in known:
-                yield (
-                    f"{key}: no checkpoint {name!r}{suggest_name(name, known)}, expected one of {', '.join(known)}; correct it, "
-                    "or train or import it"
-                )
+                yield (f"{key}: no checkpoint {name!r}{suggest_name(name, known)}, expected one of {', '.join(known)}")
         for key, name, _ in listed:
             family = self.drafts.get(name, DraftKind()).family
             is_served = key == "benchmark_served.checkpoints" and family.served_by in self.benchmark_served.engines
             if key != "benchmark.checkpoints" and not (family.is_replayed or is_served):
                 served = f", or in benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
                 yield (
-                    f"{key}: {name!r} is of {family.name}, expected checkpoints of EAGLE-3 or block drafts; name it in "
-                    f"benchmark.checkpoints{served}"
+                    f"{key}: {name!r} is of {family.name}, expected one to replay; name it in benchmark.checkpoints{served}"
                 )
 
     def _list_named_checkpoints(self) -> dict[str, list[str]]:
@@ -140,38 +136,30 @@ class Params(Section):
         """Yield where a draft is trained without the initial one, from no rows, or to a tau that can't be reached."""
         initial, trained = self.init_draft.checkpoints, self.train_draft.checkpoints
         if trained and not initial:
-            yield (
-                f"init_draft.checkpoints is [] and train_draft.checkpoints has {', '.join(trained)}, which start from e000; "
-                "expected [e000]"
-            )
+            yield (f"init_draft.checkpoints is [], expected [e000], from which {', '.join(trained)} start")
         if initial and self.sample_target.train_rows == 0:
             yield "sample_target.train_rows is 0 and init_draft.checkpoints [e000], expected training rows, or []"
         if (self.check_overfit.min_tau or 1) > self.train_draft.ttt_steps + 1:
             yield (
-                f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached, expected at most train_draft.ttt_steps + 1"
+                f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached, expected at most ttt_steps + 1"
             )
 
     def _list_workload_conflicts(self) -> Iterator[str]:
         """Yield workloads that no engine or prompt set fits."""
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
-            yield (
-                f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
-                "expected 1, or cuda"
-            )
+            yield (f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model}, expected 1 on a CPU")
         if not self.benchmark.torch_workloads and not self.benchmark_served.workloads:
             yield "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload"
         for name, workload in self.benchmark.workloads.items():
             known = [*sorted(OWN_PROMPTS), *self.prepare_prompts.sets]
             if workload.prompts not in known:
                 yield (
-                    f"benchmark.workloads.{name}.prompts is {workload.prompts!r}{suggest_name(workload.prompts, known)}, "
-                    f"expected one of {', '.join(known)}; correct it, or add the set to prepare_prompts.sets"
+                    f"benchmark.workloads.{name}.prompts is {workload.prompts!r}{suggest_name(workload.prompts, known)}, expected {', '.join(known)}"
                 )
             prompt_set = self.prepare_prompts.sets.get(workload.prompts)
             if workload.grade and not (prompt_set and prompt_set.can_be_graded):
                 yield (
-                    f"benchmark.workloads.{name}.grade is true with prompts: {workload.prompts}, expected a set with reference "
-                    "answers (gsm8k, humaneval, math500), or false"
+                    f"benchmark.workloads.{name}.grade is true, expected prompts with references (gsm8k, humaneval, math500)"
                 )
         for name in self.benchmark_served.workloads:
             get_named(self.benchmark.workloads, name, "benchmark.workloads")
@@ -180,9 +168,7 @@ class Params(Section):
         """Yield drafts of the same shapes, too few trees for a fit, and loads that say nothing of a cycle."""
         timed, drafts = self.time_cycles, self.drafts
         if len(set(map(self.find_first_of_shapes, timed.checkpoints))) < len(timed.checkpoints):
-            yield (
-                f"time_cycles.checkpoints is {timed.checkpoints}, expected drafts of different shapes: others cost the same"
-            )
+            yield (f"time_cycles.checkpoints is {timed.checkpoints}, expected drafts of different shapes")
         for depth in {drafts[name].depth if name in drafts else None for name in timed.checkpoints}:
             timed.list_timed_trees(depth)
         workload = get_named(self.benchmark.workloads, timed.workload, "benchmark.workloads")
@@ -202,8 +188,7 @@ class Params(Section):
             )
         if any(cap is None or caps.count(cap) > 1 or (workload.limit_prompts(cap) or cap) < cap for cap in caps):
             yield (
-                f"{key} sends {workload.num_prompts} prompts at concurrency {caps}, expected different numbers, and as many "
-                "prompts at each or more"
+                f"{key} sends {workload.num_prompts} prompts at concurrency {caps}, expected different ones, and as many or more prompts"
             )
         for engine, name in product(timed.served_engines, timed.checkpoints):
             kind, shapes = self.drafts.get(name, DraftKind()), map(TreeShape.parse, timed.trees)
@@ -221,8 +206,7 @@ class Params(Section):
         for name in torch.checkpoints if torch.samples_drafts else []:
             if name in drafts and not drafts[name].family.samples_drafts:
                 yield (
-                    f"benchmark.checkpoints: {name} is of {drafts[name].title} and benchmark.draft_sampling is sampled, "
-                    f"expected block drafts ({BLOCK_TITLES}); take it out, or set draft_sampling to greedy"
+                    f"benchmark.checkpoints: {name} is of {drafts[name].title}, expected block drafts while draft_sampling is sampled"
                 )
 
     @property

@@ -66,8 +66,7 @@ class TreeShape:
         tree = cls(*map(int, match.groups()))
         if tree.topk == 1 and tree.num_steps and tree.num_draft_tokens != tree.num_steps + 1:
             raise ValueError(
-                f"{name}: at topk 1 a tree is a chain of num_steps drafts and the root, as SGLang forces; "
-                f"write t{tree.num_steps}_1_{tree.num_steps + 1}"
+                f"{name}: at topk 1 a tree is a chain and the root; write t{tree.num_steps}_1_{tree.num_steps + 1}"
             )
         tree.check()
         if tree.name != name:  # a tree has one name: it is part of paths
@@ -78,7 +77,7 @@ class TreeShape:
         """Raise ValueError for a tree that can't be built with any draft."""
         if min(self.num_steps, self.topk) < 1 or self.num_draft_tokens < 2:
             raise ValueError(
-                f"{self.name}: expected num_steps and topk of 1 or more, and num_draft_tokens of 2 or more (root counted)"
+                f"{self.name}: expected num_steps and topk of 1 or more, and num_draft_tokens of 2 or more"
             )
         if self.num_draft_tokens - 1 > self.num_candidates:
             raise ValueError(

@@ -26,12 +26,14 @@ PATIENCE = 120_000  # milliseconds: a machine at other work
 
 # A benchmark of benchmark.trees: a row for each tree, whose tau is computed from its name.
 MEASURE = """
+import os
 from ruamel.yaml import YAML
 
 rows = ["tree,tau"]
 for tree in YAML(typ="safe").load(open("params.yaml"))["benchmark"]["trees"]:
     steps, topk, tokens = map(int, tree[1:].split("_"))
     rows.append(f"{tree},{steps + topk / tokens}")
+os.makedirs("results", exist_ok=True)
 open("results/benchmark.csv", "w").write("\\n".join([*rows, ""]))
 """
 
