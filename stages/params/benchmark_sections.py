@@ -139,10 +139,10 @@ class Benchmark(Section):
         for name in self.torch_workloads:
             rate = get_named(self.workloads, name, "benchmark.workloads").request_rate
             if rate != "inf":
-                yield (f"torch_workloads: {name} has request_rate {rate}, expected inf; serve it (benchmark_served)")
+                yield f"torch_workloads: {name} has request_rate {rate}, expected inf; serve it (benchmark_served)"
         for tree in map(parse_shape, self.trees if self.samples_drafts else []):
             if tree.topk > 1:
-                yield (f"trees: {tree.name} has topk {tree.topk}, expected chains while draft_sampling is sampled")
+                yield f"trees: {tree.name} has topk {tree.topk}, expected chains while draft_sampling is sampled"
         if self.num_gpus_total % self.num_gpus_per_model:
             yield f"num_gpus_total is {self.num_gpus_total}, expected a multiple of num_gpus_per_model, {self.num_gpus_per_model}"
 

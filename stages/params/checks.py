@@ -98,7 +98,8 @@ def check_device(params: Params) -> None:
     is_absent = not (any(map(glob, GPU_DEVICES)) or shutil.which("nvidia-smi"))
     if device != "cpu" and runner == "local" and (is_hidden or is_absent):
         raise ValueError(
-            f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none here; set target.device: cpu"
+            f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none here or in CUDA_VISIBLE_DEVICES; set "
+            "target.device: cpu, or run where there is one"
         )
 
 
@@ -152,7 +153,8 @@ def read_chat_template(name: str | None) -> str | None:
     if not path.is_file():
         known = sorted(file.name for file in TEMPLATES_FOLDER.glob("*.jinja"))
         raise ValueError(
-            f"{PARAMS_FILE}: target.chat_template is {name}{suggest_name(name, known)}, expected a file of {TEMPLATES_FOLDER}/"
+            f"{PARAMS_FILE}: target.chat_template is {name}{suggest_name(name, known)}, expected the name of a file in "
+            f"{TEMPLATES_FOLDER}/, which has {', '.join(known) or 'none'}; put it there"
         )
     import jinja2  # where a template is named
 
@@ -169,7 +171,8 @@ def check_target_layers(model: str, layers: list[int], num_layers: int) -> None:
     """Raise ValueError for feature layers that are not increasing, or that the target `model` does not have."""
     if layers[0] < 0 or layers != sorted(set(layers)) or layers[-1] >= num_layers:
         raise ValueError(
-            f"{PARAMS_FILE}: target.feature_layers is {layers}, expected increasing ids below {num_layers}, or null"
+            f"{PARAMS_FILE}: target.feature_layers is {layers}, expected increasing ids below {num_layers}, the number of "
+            f"{model}'s layers: id i is the residual stream entering block i; correct it, or set it to null"
         )
 
 

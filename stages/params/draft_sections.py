@@ -104,7 +104,7 @@ def _list_differences(name: str, segment: Segment, parent: str, start: Segment) 
     for key, expected in start.sizes.items():
         if (found := segment.sizes[key]) != expected:
             expected, found = ("null" if x is None else x for x in (expected, found))
-            yield (f"checkpoints.{name}.{key} is {found}, expected {expected} as {parent}, or from: {ROOT_CHECKPOINT}")
+            yield f"checkpoints.{name}.{key} is {found}, expected {expected} as {parent}, or from: {ROOT_CHECKPOINT}"
 
 
 class TrainDraft(Section):
@@ -164,10 +164,10 @@ class TrainDraft(Section):
             if start := self.checkpoints.get(segment.from_):
                 yield from _list_differences(name, segment, segment.from_, start)
                 if start.epochs is None:
-                    yield (f"checkpoints.{segment.from_}.epochs is null, expected a number: {name} starts from it")
+                    yield f"checkpoints.{segment.from_}.epochs is null, expected a number: {name} starts from it"
             if segment.epochs is None and (segment.from_ != ROOT_CHECKPOINT or self.horizon_epochs):
                 yield (
-                    f"checkpoints.{name}.epochs is null, expected a number beside horizon_epochs or a from other than {ROOT_CHECKPOINT}"
+                    f"checkpoints.{name}.epochs is null, expected a number beside horizon_epochs, or from {ROOT_CHECKPOINT}"
                 )
         if self.schedule == "constant" and self.horizon_epochs is not None:
             yield f"schedule is constant and horizon_epochs {self.horizon_epochs}, expected null: no rate falls there"

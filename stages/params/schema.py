@@ -20,7 +20,7 @@ from stages.params.benchmark_sections import Benchmark, BenchmarkServed, Workloa
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.engines import TORCH, is_in_process
-from stages.params.families import BLOCK_TITLES, SEGMENT_TAG, TRAINABLE, DraftKind
+from stages.params.families import SEGMENT_TAG, TRAINABLE, DraftKind
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import (
@@ -112,14 +112,14 @@ class Params(Section):
         ]
         for key, name, known in listed + starts:
             if name not in known:
-                yield (f"{key}: no checkpoint {name!r}{suggest_name(name, known)}, expected one of {', '.join(known)}")
+                yield f"{key}: no checkpoint {name!r}{suggest_name(name, known)}, expected one of {', '.join(known)}"
         for key, name, _ in listed:
             family = self.drafts.get(name, DraftKind()).family
             is_served = key == "benchmark_served.checkpoints" and family.served_by in self.benchmark_served.engines
             if key != "benchmark.checkpoints" and not (family.is_replayed or is_served):
                 served = f", or in benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
                 yield (
-                    f"{key}: {name!r} is of {family.name}, expected one to replay; name it in benchmark.checkpoints{served}"
+                    f"{key}: {name!r} is of {family.name}, expected EAGLE-3 or block drafts; name it in benchmark.checkpoints{served}"
                 )
 
     def _list_named_checkpoints(self) -> dict[str, list[str]]:
@@ -136,7 +136,7 @@ class Params(Section):
         """Yield where a draft is trained without the initial one, from no rows, or to a tau that can't be reached."""
         initial, trained = self.init_draft.checkpoints, self.train_draft.checkpoints
         if trained and not initial:
-            yield (f"init_draft.checkpoints is [], expected [e000], from which {', '.join(trained)} start")
+            yield f"init_draft.checkpoints is [], expected [e000], from which {', '.join(trained)} start"
         if initial and self.sample_target.train_rows == 0:
             yield "sample_target.train_rows is 0 and init_draft.checkpoints [e000], expected training rows, or []"
         if (self.check_overfit.min_tau or 1) > self.train_draft.ttt_steps + 1:
@@ -147,14 +147,15 @@ class Params(Section):
     def _list_workload_conflicts(self) -> Iterator[str]:
         """Yield workloads that no engine or prompt set fits."""
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
-            yield (f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model}, expected 1 on a CPU")
+            yield f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model}, expected 1 on a CPU"
         if not self.benchmark.torch_workloads and not self.benchmark_served.workloads:
             yield "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload"
         for name, workload in self.benchmark.workloads.items():
             known = [*sorted(OWN_PROMPTS), *self.prepare_prompts.sets]
             if workload.prompts not in known:
                 yield (
-                    f"benchmark.workloads.{name}.prompts is {workload.prompts!r}{suggest_name(workload.prompts, known)}, expected {', '.join(known)}"
+                    f"benchmark.workloads.{name}.prompts is {workload.prompts!r}{suggest_name(workload.prompts, known)}, "
+                    f"expected one of {', '.join(known)}; correct it, or add the set to prepare_prompts.sets"
                 )
             prompt_set = self.prepare_prompts.sets.get(workload.prompts)
             if workload.grade and not (prompt_set and prompt_set.can_be_graded):
@@ -168,7 +169,7 @@ class Params(Section):
         """Yield drafts of the same shapes, too few trees for a fit, and loads that say nothing of a cycle."""
         timed, drafts = self.time_cycles, self.drafts
         if len(set(map(self.find_first_of_shapes, timed.checkpoints))) < len(timed.checkpoints):
-            yield (f"time_cycles.checkpoints is {timed.checkpoints}, expected drafts of different shapes")
+            yield f"time_cycles.checkpoints is {timed.checkpoints}, expected drafts of different shapes"
         for depth in {drafts[name].depth if name in drafts else None for name in timed.checkpoints}:
             timed.list_timed_trees(depth)
         workload = get_named(self.benchmark.workloads, timed.workload, "benchmark.workloads")
@@ -188,7 +189,7 @@ class Params(Section):
             )
         if any(cap is None or caps.count(cap) > 1 or (workload.limit_prompts(cap) or cap) < cap for cap in caps):
             yield (
-                f"{key} sends {workload.num_prompts} prompts at concurrency {caps}, expected different ones, and as many or more prompts"
+                f"{key} sends {workload.num_prompts} prompts at concurrency {caps}, expected different ones with as many prompts"
             )
         for engine, name in product(timed.served_engines, timed.checkpoints):
             kind, shapes = self.drafts.get(name, DraftKind()), map(TreeShape.parse, timed.trees)
@@ -206,7 +207,7 @@ class Params(Section):
         for name in torch.checkpoints if torch.samples_drafts else []:
             if name in drafts and not drafts[name].family.samples_drafts:
                 yield (
-                    f"benchmark.checkpoints: {name} is of {drafts[name].title}, expected block drafts while draft_sampling is sampled"
+                    f"benchmark.checkpoints: {name} is of {drafts[name].title}, expected block drafts, or draft_sampling: greedy"
                 )
 
     @property

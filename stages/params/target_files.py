@@ -82,7 +82,8 @@ def check_tokenizer_files(model: str, folder: Path) -> None:
     """Raise ValueError where the folder of the target `model` has no file of a tokenizer."""
     if not any(path for name in TOKENIZER_FILES for path in folder.glob(name)):
         raise ValueError(
-            f"{PARAMS_FILE}: target.model {model} has no tokenizer, expected one of {', '.join(TOKENIZER_FILES)}"
+            f"{PARAMS_FILE}: target.model {model} has no tokenizer, expected one of {', '.join(TOKENIZER_FILES)} in {folder}; "
+            "copy them there from the model that it was made from"
         )
 
 

@@ -65,7 +65,7 @@ class ReplayTrees(TreeGrid):
 
     def list_conflicts(self) -> Iterator[str]:
         if not self.list_trees():
-            yield ("no tree of num_steps, topk and num_draft_tokens can be built; write smaller num_draft_tokens")
+            yield "no tree of num_steps, topk and num_draft_tokens can be built; write smaller num_draft_tokens"
 
     def list_traced_trees(self, grid: list[TreeShape]) -> list[TreeShape]:
         """Return the trees of `trace_trees`, which may be outside the grid, or those that null stands for."""
@@ -111,6 +111,6 @@ class TimeCycles(TreeGrid):
         if len(trees) < MIN_TIMED_TREES:
             which = f" no deeper than the {num_drafts} drafts of a block" if num_drafts else ""
             raise ValueError(
-                f"time_cycles.num_steps, topk and num_draft_tokens make {len(trees)} trees{which}, expected {MIN_TIMED_TREES} or more"
+                f"time_cycles.num_steps, topk and num_draft_tokens make {len(trees)} trees{which}, expected {MIN_TIMED_TREES}"
             )
         return trees
