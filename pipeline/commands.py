@@ -171,21 +171,13 @@ def list_stale() -> Iterator[str]:
 def describe_stop(words: list[str], since: float) -> str:
     """Return a line on what the command `aerie WORDS`, which began at `since`, has left after Ctrl-C, and how to go on."""
     again = "make run" if words == ["run"] and "MAKELEVEL" in os.environ else shlex.join(["aerie", *words])
-    if words[:1] in (["run"], ["reproduce"]):
-        return describe_stopped_run(again, since)
-    return f"stopped; {AFTER_STOP.get(words[0] if words else '', '`{again}` begins again')}".format(again=again)
-
-
-def describe_stopped_run(again: str, since: float) -> str:
-    """Return a line on where the graph's run, which began at `since`, goes on by the command `again` after Ctrl-C."""
+    if words[:1] not in (["run"], ["reproduce"]):
+        return f"stopped; {AFTER_STOP.get(words[0] if words else '', '`{again}` begins again')}".format(again=again)
     from stages.runtime import scratch
 
-    if notes := scratch.list_notes(since):
-        resume_points = [
-            f"{where} of {stage}" if where else f"with {stage} from its beginning" for stage, where in notes.items()
-        ]
-        return f"stopped; what has finished is kept, `{again}` goes on {' and '.join(resume_points)}"
-    return f"stopped; what has finished is kept, `{again}` goes on with the rest"
+    notes = scratch.list_notes(since).items()
+    points = [f"{where} of {stage}" if where else f"with {stage} from its beginning" for stage, where in notes]
+    return f"stopped; what has finished is kept, `{again}` goes on {' and '.join(points) or 'with the rest'}"
 
 
 def _check_no_run() -> None:

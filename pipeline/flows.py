@@ -142,8 +142,7 @@ def _prepare_run(stack: contextlib.ExitStack, name: str, change: Callable[[], No
     held = stack.enter_context(workspaces.hold_workspace(get_run_logger().warning))
     if change:
         change()
-    params = load_params()
-    commands.check_run_params()
+    params = commands.check_run_params()
     hosts = dispatch.find_hosts(params.schedule)
     graph, pool = plan_run(params)
     return PreparedRun(name, root, change is not None, held, graph, pool, hosts)

@@ -169,17 +169,11 @@ def check_target_config(params: Params, file: Path = PARAMS_FILE) -> None:
     A process that imports transformers checks it, 4 s and more, and nothing is downloaded: once for the same parameters, code
     and file. Nothing is started for embedded targets, or where neither is on this machine: prepare_target then checks.
     """
-    model = Path(params.target.model)
-    if params.target.is_embedded:
+    target, path = params.target, Path(params.target.model)
+    read = path if target.is_gguf and path.is_file() else target.find_file("config.json")
+    if target.is_embedded or read is None:
         return
-    if params.target.is_gguf:
-        config = source = model if model.is_file() else None
-    else:
-        config = params.target.find_file("config.json")
-        source = config and config.parent
-    if config is None:
-        return
-    look = freshness.digest_paths(["stages", str(file), str(config)]) + version("transformers")
+    look = freshness.digest_paths(["stages", str(file), str(read)]) + version("transformers")
     if (known := freshness.read_known(VALID_TARGET_FILE)) is None or known["look"] != look:
-        processes.run_silent("stages.draft.supported_targets", file, source)
+        processes.run_silent("stages.draft.supported_targets", file, read if target.is_gguf else read.parent)
         freshness.write_known(VALID_TARGET_FILE, {"look": look})

@@ -187,9 +187,7 @@ def _parse_sections(text: str) -> Sections:
         problem = f"found {found!r:.60}"
     except (ValueError, AttributeError) as error:
         problem = str(error)
-    raise ValueError(
-        f"{PARAMS_FILE}, here or of git's last commit, is no YAML of sections with keys: {problem}; correct it"
-    )
+    raise ValueError(f"{PARAMS_FILE}, here or of git's last commit, is no YAML of sections: {problem}; correct it")
 
 
 def _list_leaves(values: dict[str, Any], model: Any, prefix: str) -> Iterator[tuple[str, Any]]:

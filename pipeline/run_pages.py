@@ -43,9 +43,6 @@ for _name in ("prefect.flow_runs", "prefect.task_runs"):
     logging.getLogger(_name).addFilter(lambda record: not str(record.msg).startswith(ENGINE_LINES))
 
 
-# Its name
-
-
 def name_sweep(cells: Sweep) -> str:
     """Return a name such as `sweep t4_2_8 at e009`: trees, and what else the form names."""
     name = f"sweep {join_names(cells.trees, 'trees')}"
@@ -58,20 +55,15 @@ def name_sweep(cells: Sweep) -> str:
 
 def name_build(changes: Changes) -> str:
     """Return `build`, and what differs from params.yaml."""
-    word = NIGHTLY if runtime.deployment.name == NIGHTLY else "build"
-    return f"{word} {', '.join(parts)}" if (parts := list(_describe_changes(changes))) else word
-
-
-def _describe_changes(changes: Changes) -> Iterator[str]:
-    if changes.trees:
-        yield join_names(changes.trees, "trees")
-    if changes.epochs:
-        yield f"epochs {', '.join(map(str, changes.epochs))}"
-    if changes.workloads:
-        yield f"on {join_names(changes.workloads, 'workloads')}"
     keys = [f"{key} {value}" for key, value in changes.other.items()]
-    if keys:
-        yield join_names([text if len(text) <= 60 else text.partition(" ")[0] for text in keys], "keys")
+    parts = [
+        join_names(changes.trees, "trees"),
+        changes.epochs and f"epochs {', '.join(map(str, changes.epochs))}",
+        changes.workloads and f"on {join_names(changes.workloads, 'workloads')}",
+        join_names([text if len(text) <= 60 else text.partition(" ")[0] for text in keys], "keys"),
+    ]
+    word = NIGHTLY if runtime.deployment.name == NIGHTLY else "build"
+    return " ".join([word, ", ".join(part for part in parts if part)]).rstrip()
 
 
 def join_names(names: Sequence[str], plural: str) -> str:
@@ -87,9 +79,6 @@ def rename_run(name: str) -> str:
     with get_client(sync_client=True) as client:
         client.update_flow_run(UUID(str(runtime.flow_run.id)), name=name)
     return name
-
-
-# Its plan and results
 
 
 def publish_plan(reasons: dict[str, list[str]]) -> None:
@@ -154,9 +143,6 @@ def _shorten_number(cell: str) -> str:
         return f"{float(cell):.4g}" if "." in cell else cell
     except ValueError:
         return cell
-
-
-# A stage
 
 
 class ProgressLog:

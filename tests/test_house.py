@@ -42,9 +42,9 @@ every_stage = pytest.mark.parametrize("stage", GRAPH)
 # The lines of Python that a room may have: what goes in, something goes out. Second, where a room is larger than that, what it
 # has now, which may only fall.
 ROOMS = {
-    "pipeline": (5200, 5233),
-    "stages/params": (2700, 3052),
-    "stages/runtime stages/telemetry": (1600, 1913),
+    "pipeline": (5200,),
+    "stages/params": (2700, 2994),
+    "stages/runtime stages/telemetry": (1600, 1906),
     "stages/data": (4700, 4744),
     "stages/prompts stages/sampling": (1700, 1891),
     "stages/target": (2800, 3165),
@@ -56,7 +56,7 @@ ROOMS = {
     "stages/engines stages/measuring": (4300, 4554),
     "stages/cells": (2300, 2599),
     "stages/reporting": (2700, 2709),
-    "stages/published stages/reproduce stages/grading stages/toy": (2200, 2270),
+    "stages/published stages/reproduce stages/grading stages/toy": (2200, 2261),
     "tests": (31_000,),
 }
 

@@ -117,9 +117,9 @@ class Params(Section):
             family = self.drafts.get(name, DraftKind()).family
             is_served = key == "benchmark_served.checkpoints" and family.served_by in self.benchmark_served.engines
             if key != "benchmark.checkpoints" and not (family.is_replayed or is_served):
-                served = f", or in benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
+                served = f", or benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
                 yield (
-                    f"{key}: {name!r} is of {family.name}, expected EAGLE-3 or block drafts; name it in benchmark.checkpoints{served}"
+                    f"{key}: {name!r} is of {family.name}, expected EAGLE-3 or block drafts; put it into benchmark's{served}"
                 )
 
     def _list_named_checkpoints(self) -> dict[str, list[str]]:

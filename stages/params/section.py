@@ -109,7 +109,7 @@ class Section(BaseModel):
 
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:
-                raise AttributeError(f"{type(self).__name__}.{name} is not declared: stages/params/stage_inputs.py")
+                raise AttributeError(f"{type(self).__name__}.{name} is not declared; add it to params/stage_inputs.py")
             return super().__getattr__(name)
 
 

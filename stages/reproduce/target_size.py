@@ -62,7 +62,7 @@ def _find_config(target: Target) -> tuple[PretrainedConfig, str]:
         return foreign_files.read_config(own.parent), "its own config.json"
     known = ", ".join(sorted(file.stem for file in TARGETS_FOLDER.glob("*.json")))
     raise ValueError(
-        f"{path} not found, expected a recorded config.json of {model}, as {known}; run: hf download {model} config.json"
+        f"{path} not found, expected a config.json of {model}, as {known}; run: hf download {model} config.json"
     )
 
 

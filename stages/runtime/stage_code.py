@@ -77,8 +77,6 @@ def _read_imports(file: Path) -> str:
             named += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             if node.level:
-                raise ValueError(
-                    f"{file}:{node.lineno}: relative import; write it from the root, as stages.runtime.atomic"
-                )
+                raise ValueError(f"{file}:{node.lineno}: relative import; write stages.NAME")
             named += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
     return " ".join(sorted({f"{name.replace('.', '/')}.py" for name in named if name.split(".")[0] == CODE}))

@@ -35,8 +35,7 @@ def copy_files(name: str, wanted: PrepareTarget, folder: Path) -> None:
     """Copy the shipped target of this name into `folder`. Raises ValueError for another target, settings or weights."""
     if name != NAME:
         raise ValueError(
-            f"params.yaml: prepare_target.weights is shipped, expected target builtin/{NAME}, found builtin/{name}, which is not "
-            "shipped; set prepare_target.weights: train"
+            f"params.yaml: prepare_target.weights is shipped, expected builtin/{NAME}, found builtin/{name}; set train"
         )
     record = read_record()
     for key, shipped in record.settings.items():
@@ -47,10 +46,7 @@ def copy_files(name: str, wanted: PrepareTarget, folder: Path) -> None:
             )
     source = TARGETS_FOLDER / name
     if manifest.digest_files(source, manifest.WEIGHTS) != record.weights_digest:
-        raise ValueError(
-            f"{source} does not hold the weights of its {RECORD_NAME}; restore it (git checkout {source}), or set "
-            "prepare_target.weights: train"
-        )
+        raise ValueError(f"{source} does not hold the weights of its {RECORD_NAME}; restore it (git checkout {source})")
     for file in source.iterdir():
         if file.name != RECORD_NAME:
             shutil.copyfile(file, folder / file.name)
