@@ -71,8 +71,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         processes.preload_stages(),  # beside the check of the target's config, which takes as long: 10 s
     ):
         check_run_params(params)
-        reasons = dvc_graph.explain_stale()
-        stages = dvc_graph.list_stages()
+        reasons, stages = dvc_graph.explain_graph()
         if reasons:
             yield from params.describe_left_out_trees()
             is_written = LARGEST in {*reasons, *_list_below(reasons, stages)}

@@ -44,7 +44,7 @@ every_stage = pytest.mark.parametrize("stage", GRAPH)
 ROOMS = {
     "pipeline": (5200,),
     "stages/params": (2700, 2994),
-    "stages/runtime stages/telemetry": (1600, 1883),
+    "stages/runtime stages/telemetry": (1600, 1889),
     "stages/data": (4700, 4744),
     "stages/prompts stages/sampling": (1700, 1891),
     "stages/target": (2800, 3165),

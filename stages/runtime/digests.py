@@ -21,6 +21,9 @@ class KeptDigests:
 
     known: dict[str, list[str]] = field(default_factory=dict)  # "kind path" -> its state, what was found
     used: dict[str, list[str]] = field(default_factory=dict)
+    code: dict[tuple[object, ...], dict[str, str]] = field(
+        default_factory=dict
+    )  # digest_stage's, of this look at the files
 
     @classmethod
     def read(cls) -> "KeptDigests":

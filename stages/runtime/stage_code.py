@@ -30,8 +30,11 @@ def digest_stage(
     `families` are the modules of the families of drafts that this instance runs, which it imports by name; `left_out` are
     modules that it imports and never runs, as those of another engine.
     """
-    files = sorted(find_code(stage, kept, families, left_out, root))
-    return {file: kept.find("code", root / file, digest_code) for file in files}
+    key = stage, frozenset(families), frozenset(left_out), root  # of all cells of a stage and a family
+    if key not in kept.code:
+        files = sorted(find_code(stage, kept, families, left_out, root))
+        kept.code[key] = {file: kept.find("code", root / file, digest_code) for file in files}
+    return kept.code[key]
 
 
 def find_code(
