@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
@@ -205,7 +205,7 @@ class BenchmarkServed(Section):
     interleave: bool = False  # true: each repeat alternates with one on a second server without the draft
     # by engine, as {vllm: {tp: 2}}; its other keys, and other engines, as by default
     servers: Annotated[dict[ServedEngine, BenchmarkServer], BeforeValidator(_add_other_engines)] = Field(
-        default_factory=lambda: {engine: BenchmarkServer() for engine in get_args(ServedEngine)}
+        default_factory=dict
     )
 
     def get_server(self, engine: str) -> BenchmarkServer:

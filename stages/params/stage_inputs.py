@@ -223,14 +223,9 @@ def read_params(stage: str, *values: str) -> Params:
     maker = "init_draft" if stage == "check_overfit" else stage
     if maker in ("init_draft", "train_draft", "import_draft"):
         get_named(dict.fromkeys(getattr(params, maker).checkpoints), values[0], f"{maker}.checkpoints")
-    return restrict_params(params, instance)
-
-
-def restrict_params(params: Params, instance: Instance) -> Params:
-    declared = DECLARED[instance.stage]
-    return cast(
-        Params, _restrict(params, _fill_keys(params, instance, (*declared.list_keys(instance), *declared.free)))
-    )
+    declared = DECLARED[stage]
+    keys = _fill_keys(params, instance, (*declared.list_keys(instance), *declared.free))
+    return cast(Params, _restrict(params, keys))
 
 
 def _restrict(value: Any, keys: list[list[str]]) -> Any:
@@ -286,7 +281,9 @@ def _list_named(params: Params, instance: Instance) -> Iterator[tuple[str, Path]
     values = _dump(params)
     for parts in _fill_keys(params, instance, DECLARED[instance.stage].paths):
         key = ".".join(parts)
-        found = list(_list_paths(key, _get_value(values, parts)))
+        value, folder = _get_value(values, parts), TEMPLATES_FOLDER if key == "target.chat_template" else Path()
+        names = value if isinstance(value, list) else [value] if isinstance(value, str) else []
+        found = [folder / name for name in names if (folder / name).exists()]  # a model's id names no file
         yield from ((f"{key}.{number}" if len(found) > 1 else key, path) for number, path in enumerate(found))
 
 
@@ -315,20 +312,10 @@ def _list_leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _list_paths(key: str, value: Any) -> Iterator[Path]:
-    """Yield the files and folders that the value of a key names; a model's id is none."""
-    for name in value if isinstance(value, list) else [value] if isinstance(value, str) else []:
-        path = TEMPLATES_FOLDER / name if key == "target.chat_template" else Path(name)
-        if path.exists():
-            yield path
-
-
 def list_family_modules(stage: str, families: Collection[DraftFamily]) -> set[str]:
     """Return the modules of the families that a stage imports by name (stages/families/registry.py)."""
-    parts = FAMILY_PARTS.get(stage, ())
-    return {
-        f"stages/families/{family.module.format(part).replace('.', '/')}.py" for family in families for part in parts
-    }
+    modules = {family.module.format(part) for family in families for part in FAMILY_PARTS.get(stage, ())}
+    return {f"stages/families/{module.replace('.', '/')}.py" for module in modules}
 
 
 def _list_left_out(params: Params, instance: Instance) -> set[str]:
