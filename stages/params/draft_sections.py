@@ -62,11 +62,10 @@ class InitDraft(Section):
 
         Raises ValueError for more tokens than the target has.
         """
-        if (self.draft_vocab_size or 0) > target_vocab_size:
-            raise ValueError(
-                f"params.yaml: init_draft.draft_vocab_size is {self.draft_vocab_size}, expected at most {target_vocab_size}"
-            )
-        return self.draft_vocab_size or min(USUAL_DRAFT_VOCAB, target_vocab_size)
+        if (size := self.draft_vocab_size or 0) > target_vocab_size:
+            expected = f"expected at most the target's {target_vocab_size} tokens"
+            raise ValueError(f"params.yaml: init_draft.draft_vocab_size is {size}, {expected}")
+        return size or min(USUAL_DRAFT_VOCAB, target_vocab_size)
 
     def choose_feature_layers(self, stored: list[int], default: list[int]) -> list[int]:
         """Return the feature layers that the draft reads, of those `stored`; `default` are EAGLE-3's own.

@@ -272,7 +272,9 @@ class DraftKind:
         if shape.topk > 1:
             return f"engines verify chains only of {self.title} drafts, this tree has topk {shape.topk}"
         if shape.num_steps != whole.num_steps:
-            return f"engines run whole blocks of this {self.title} draft, {whole.num_steps} drafts; take {whole.name}"
+            return (
+                f"a {self.title} block has {whole.num_steps} drafts and this chain {shape.num_steps}; take {whole.name}"
+            )
         return None
 
     def is_served(self, shape: TreeShape) -> bool:

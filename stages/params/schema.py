@@ -189,7 +189,7 @@ class Params(Section):
             )
         if any(cap is None or caps.count(cap) > 1 or (workload.limit_prompts(cap) or cap) < cap for cap in caps):
             yield (
-                f"{key} sends {workload.num_prompts} prompts at concurrency {caps}, expected different ones with as many prompts"
+                f"{key} sends {workload.num_prompts} prompts at concurrency {caps}, expected different numbers, as many prompts"
             )
         for engine, name in product(timed.served_engines, timed.checkpoints):
             kind, shapes = self.drafts.get(name, DraftKind()), map(TreeShape.parse, timed.trees)
