@@ -65,7 +65,7 @@ def reproduce_recipe(name: str, keep: bool = False) -> Iterator[str]:
                 stale = list(dvc_graph.explain_stale())
         yield from compare_recipe(name, keep)
     if stale is not None:
-        raise ValueError(f"{len(stale)} of {len(stages) - 1} stages failed: {', '.join(stale)}; see above")
+        raise ValueError(f"{len(stale)} of {len(stages) - 1} stages failed: {', '.join(stale)}; see above, run again")
 
 
 def take_recipe(name: str, keep: bool = False) -> Iterator[str]:

@@ -30,7 +30,7 @@ ExplainShape = Callable[[TreeShape], str | None]  # returns why an engine can't 
 
 def _explain_tree(shape: TreeShape) -> str | None:
     if shape.num_draft_tokens < shape.num_steps + 1:
-        return f"SGLang needs num_draft_tokens of num_steps + 1 = {shape.num_steps + 1} or more, found {shape.num_draft_tokens}"
+        return f"SGLang needs num_draft_tokens of at least num_steps + 1 = {shape.num_steps + 1}, found {shape.num_draft_tokens}"
     return None
 
 
