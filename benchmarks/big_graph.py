@@ -145,7 +145,7 @@ def main() -> None:
     if not folder.exists():
         make_project(folder, o)
     edit_params(folder, o)
-    with processes.preload_stages(len(o.parts)):  # as `aerie run` does
+    with processes.preload_stages():  # as `aerie run` does
         is_made = all(measure_stage(folder, stage) for stage in o.parts)
     if is_made and (o.grids or o.cells):
         serve(folder, o)

@@ -266,7 +266,7 @@ def _serve_beside(
             on_end()
             free.put(environment)
 
-    with processes.preload_stages(len(stages)), ThreadPoolExecutor(len(environments)) as pool:
+    with processes.preload_stages(), ThreadPoolExecutor(len(environments)) as pool:
         failed = sum(status != 0 for status in pool.map(serve, stages))
     print(f"{folder.name}: {failed} of {len(stages)} served cells failed", flush=True)
 

@@ -246,7 +246,7 @@ def estimate(
     params: Annotated[
         Path | None, typer.Option("--params", metavar="FILE", help="A whole params.yaml other than the one here.")
     ] = None,
-    gpu: Annotated[str, typer.Option("--gpu", metavar="GPU", help="Arithmetic for an h200 or an h100.")] = "h200",
+    gpu: Annotated[Literal["h200", "h100"], typer.Option(help="Rates of others were not measured.")] = "h200",
 ) -> None:
     """Print what a run takes: seconds, disk and GPU-hours of each stage.
 
@@ -255,9 +255,9 @@ def estimate(
 
     Example: aerie estimate train-qwen3-8b-1gpu before aerie use of it.
     """
-    from pipeline import estimate as figures
+    from pipeline import reproduce as steps
 
-    _print_lines(figures.describe_estimate(recipe, params, gpu))
+    _print_lines(steps.describe_estimate(recipe, params, gpu))
 
 
 @app.command()

@@ -26,6 +26,7 @@ VALID_PARAMS_FILE = Path(".scratch/valid_params.json")
 CHECKED_PATHS = ("params.yaml", "stages/params")
 MAX_SHOWN_CHANGES = 3  # of one line; Prefect's pages have all of them
 PROCESS_ID = re.compile(r"\(PID (\d+)\)")  # in DVC's message on a locked file
+LARGEST = "extract_hiddens"  # the stage that fills a disk
 NOTHING_STALE = "nothing is stale"
 
 # What a command that runs no graph has left after Ctrl-C. The others have changed nothing.
@@ -61,28 +62,23 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         return
     from pipeline import dvc_graph, processes, workspaces  # 0.2 s
     from stages.params import checks, schema
-    from stages.params.cell_trees import describe_left_out
 
     params = schema.load_params()
-    is_embedded = params.target.model.startswith("builtin/")
-    with contextlib.ExitStack() as stack:
-        if is_embedded:
-            check_run_params(params)
-        held_files = stack.enter_context(workspaces.hold_workspace(partial(print, flush=True)))
-        if not is_embedded:  # torch is imported beside the checks of the target's config, which take as long: 10 s
-            stack.enter_context(processes.guard_run(held_files))
-            stack.enter_context(processes.preload_stages())
-            check_run_params(params)
-        reasons = dvc_graph.explain_stale()
-        stages = dvc_graph.list_stages()
+    checks.check_params(params)
+    with (
+        workspaces.hold_workspace(partial(print, flush=True)) as held_files,
+        processes.guard_run(held_files),
+        processes.preload_stages(),  # beside the check of the target's config, which takes as long: 10 s
+    ):
+        check_run_params(params)
+        reasons, stages = dvc_graph.explain_graph()
         if reasons:
-            yield from describe_left_out(params.list_left_out_trees())
-            yield from (f"note: {line}" for line in [*checks.list_remarks(params), *_warn_of_disk(params)])
+            yield from params.describe_left_out_trees()
+            is_written = LARGEST in {*reasons, *_list_below(reasons, stages)}
+            remarks = [*checks.list_remarks(params), *(_warn_of_disk(params) if is_written else ())]
+            yield from (f"note: {line}" for line in remarks)
         yield from _describe_stale(reasons, stages)
         if reasons:
-            if is_embedded:
-                stack.enter_context(processes.guard_run(held_files))
-                stack.enter_context(processes.preload_stages(len(reasons)))
             dvc_graph.run_all_stages(stages, verbose=verbose)
         if not (verbose and reasons):  # the report stage has printed it
             yield from _read_results()
@@ -103,20 +99,20 @@ def check_run_params(params: "Params | None" = None) -> "Params":
 
     Raises ValueError naming every wrong key, or the file, folder, GPU or token that it names and that is not as expected.
     """
-    from pipeline import target_checks
+    from pipeline import preflight
     from stages.params import checks, schema  # 0.2 s
 
     digest = freshness.digest_paths(CHECKED_PATHS)
     params = params or schema.load_params()
     checks.check_params(params)
-    target_checks.check_target_config(params)
+    preflight.check_target_config(params)
     freshness.write_known(VALID_PARAMS_FILE, {"look": digest})
     return params
 
 
 def _warn_of_disk(params: "Params") -> Iterator[str]:
     """Yield that a run of one's own target does not fit on the disk, where its size is known."""
-    if params.target.model.startswith("builtin/"):
+    if params.target.is_embedded:
         return
     from pipeline import preflight, reproduce
 
@@ -163,10 +159,8 @@ def list_stale() -> Iterator[str]:
     if _is_known_fresh():  # what a run at work has changed would show
         yield NOTHING_STALE
         return
-    from stages.params.cell_trees import describe_left_out
-
     _check_no_run()
-    yield from describe_left_out(check_run_params().list_left_out_trees())
+    yield from check_run_params().describe_left_out_trees()
     found = _ask_stale()
     yield from _describe_stale(found.reasons, found.stages)
     if found.reasons:
@@ -176,21 +170,13 @@ def list_stale() -> Iterator[str]:
 def describe_stop(words: list[str], since: float) -> str:
     """Return a line on what the command `aerie WORDS`, which began at `since`, has left after Ctrl-C, and how to go on."""
     again = "make run" if words == ["run"] and "MAKELEVEL" in os.environ else shlex.join(["aerie", *words])
-    if words[:1] in (["run"], ["reproduce"]):
-        return describe_stopped_run(again, since)
-    return f"stopped; {AFTER_STOP.get(words[0] if words else '', '`{again}` begins again')}".format(again=again)
-
-
-def describe_stopped_run(again: str, since: float) -> str:
-    """Return a line on where the graph's run, which began at `since`, goes on by the command `again` after Ctrl-C."""
+    if words[:1] not in (["run"], ["reproduce"]):
+        return f"stopped; {AFTER_STOP.get(words[0] if words else '', '`{again}` begins again')}".format(again=again)
     from stages.runtime import scratch
 
-    if notes := scratch.list_notes(since):
-        resume_points = [
-            f"{where} of {stage}" if where else f"with {stage} from its beginning" for stage, where in notes.items()
-        ]
-        return f"stopped; what has finished is kept, `{again}` goes on {' and '.join(resume_points)}"
-    return f"stopped; what has finished is kept, `{again}` goes on with the rest"
+    notes = scratch.list_notes(since).items()
+    points = [f"{where} of {stage}" if where else f"with {stage} from its beginning" for stage, where in notes]
+    return f"stopped; what has finished is kept, `{again}` goes on {' and '.join(points) or 'with the rest'}"
 
 
 def _check_no_run() -> None:

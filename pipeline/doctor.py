@@ -9,15 +9,13 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from pipeline import dvc_graph, preflight, recipes, reproduce, resources, target_checks
+from pipeline import dvc_graph, preflight, recipes, reproduce, resources
 from pipeline.preflight import Finding, check_files
 from pipeline.remote import dvc_remote
 from stages.params import checks
-from stages.params.cell_trees import describe_left_out
 from stages.params.engines import SERVED, find_program
 from stages.params.schema import Params, load_params, read_recipe
 from stages.params.section import PARAMS_FILE
-from stages.params.target_files import GGUF_SUFFIX
 from stages.params.units import format_bytes
 from stages.telemetry.machine_errors import explain_file_error
 
@@ -53,7 +51,7 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
                 file, _ = stack.enter_context(recipes.merge_recipe(recipe))
             params = load_params(file)
             # Beside the other checks: it imports torch and transformers. A run of an embedded target is known to be small.
-            is_small = params.target.model.startswith("builtin/")
+            is_small = params.target.is_embedded
             threads = stack.enter_context(ThreadPoolExecutor(1))
             estimate = None if is_small else threads.submit(reproduce.estimate_params, path, file)
         except ValueError as error:
@@ -64,7 +62,7 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
             yield from (Finding(name, problem.removeprefix(f"{PARAMS_FILE}: "), False) for problem in problems)
             if not problems:
                 yield Finding(name, f"valid, target {params.target.model}", True)
-            yield from (Finding("trees", line) for line in describe_left_out(params.list_left_out_trees()))
+            yield from (Finding("trees", line) for line in params.describe_left_out_trees())
             yield from check_files(params, *fetched)
             yield from (Finding("note", line) for line in checks.list_remarks(params))
             yield from _check_estimate(estimate)
@@ -76,9 +74,9 @@ def _list_problems(params: Params, file: Path) -> Iterator[str]:
     """Yield what `aerie run` refuses of valid parameters, but a missing file that `check_files` names."""
     yield from checks.list_problems(params)
     # A GGUF file is checked with the size of a run, by one process that reads it.
-    if not params.target.model.endswith(GGUF_SUFFIX):
+    if not params.target.is_gguf:
         try:
-            target_checks.check_target_config(params, file)
+            preflight.check_target_config(params, file)
         except ValueError as error:
             yield str(error)
 

@@ -1,16 +1,12 @@
 """Prefect flows: check the parameters, bring every stage up to date, publish the table.
 
-    make ui                        # the server, its pages, and the flows, waiting to be run (pipeline/serve.py)
-    python -m pipeline.flows       # one run from a terminal, recorded by that server
+    make ui      # the server, its pages, and the flows, waiting to be run (pipeline/serve.py)
 
 Prefect shows and schedules; DVC decides which stages are stale. So Prefect caches and retries no task: each asks DVC.
 """
 
 import contextlib
 import logging
-import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -34,22 +30,16 @@ from pipeline import (
     recipes,
     reproduce,
     resources,
-    run_artifacts,
-    run_names,
+    run_pages,
     workspaces,
 )
 from pipeline.forms import Changes, RecipeName, Sweep
 from pipeline.orphan_guard import end_with_parent
-from pipeline.progress import ProgressLog, hide_engine_lines
 from pipeline.remote import dispatch
 from pipeline.scheduler import StageGraph, run_stages
 from stages.params.schema import Params, load_params
-from stages.telemetry.interruption import INTERRUPTED, watch_ctrl_c
 
-COMMAND = "python -m pipeline.flows"
 NO_CHANGES = Changes()
-
-hide_engine_lines()
 
 
 @flow(name="build")
@@ -59,13 +49,13 @@ def build(changes: Changes = NO_CHANGES) -> State[None]:
     Without changes, in this workspace, one run after another; with changes, in a workspace of its own, beside others.
     """
     change = None if changes == NO_CHANGES else lambda: _apply_changes(changes.build_sections(load_params()))
-    return _run_graph(run_names.name_build(changes), change)
+    return _run_graph(run_pages.name_build(changes), change)
 
 
 @flow(name="sweep")
 def sweep(cells: Sweep) -> State[None]:
     """Trees x checkpoints x workloads, in a workspace of its own; trained checkpoints are not trained again."""
-    return _run_graph(run_names.name_sweep(cells), lambda: _apply_sweep(cells))
+    return _run_graph(run_pages.name_sweep(cells), lambda: _apply_sweep(cells))
 
 
 @flow(name="reproduce")
@@ -135,7 +125,7 @@ def _run_graph(
 def _fail(message: str) -> State[None]:
     """Log an error and return the failed state of a flow."""
     get_run_logger().error(message)
-    return Failed(message=join_lines(message))
+    return Failed(message=" ".join(message.split()))  # as it is shown
 
 
 def _prepare_run(stack: contextlib.ExitStack, name: str, change: Callable[[], None] | None) -> PreparedRun:
@@ -145,15 +135,14 @@ def _prepare_run(stack: contextlib.ExitStack, name: str, change: Callable[[], No
     """
     root = Path.cwd()
     require_server()
-    name = run_names.rename_run(name)
+    name = run_pages.rename_run(name)
     if change:
         name = workspaces.name_workspace(name, str(runtime.flow_run.id))
         stack.enter_context(contextlib.chdir(workspaces.make_workspace(name)))
     held = stack.enter_context(workspaces.hold_workspace(get_run_logger().warning))
     if change:
         change()
-    params = load_params()
-    commands.check_run_params()
+    params = commands.check_run_params()
     hosts = dispatch.find_hosts(params.schedule)
     graph, pool = plan_run(params)
     return PreparedRun(name, root, change is not None, held, graph, pool, hosts)
@@ -167,16 +156,17 @@ def _run_stages(stack: contextlib.ExitStack, run: PreparedRun) -> dict[str, Stat
         if reasons and dvc_graph.INPUTS_STAGE in run.graph.upstream:
             reasons = {dvc_graph.INPUTS_STAGE: ["it always runs first"]} | reasons
         if not run.has_own_workspace:
-            run_names.rename_run(f"{run.name}: {run_names.join_names(list(reasons), 'stages') or 'nothing stale'}")
-        stack.enter_context(processes.preload_stages(len(reasons.keys() - run.graph.remote)))
-        run_artifacts.publish_plan(reasons)
+            run_pages.rename_run(f"{run.name}: {run_pages.join_names(list(reasons), 'stages') or 'nothing stale'}")
+        if reasons.keys() - run.graph.remote:
+            stack.enter_context(processes.preload_stages())
+        run_pages.publish_plan(reasons)
         states = run_stale_stages(run.graph, reasons, run.pool, run.hosts)
     except BaseException:  # a cancelled flow: its tasks are on other threads, which get no signal
         if run.hosts:
             run.hosts.cancel()
         processes.stop_stages()
         raise
-    run_artifacts.publish_results(states, reasons)
+    run_pages.publish_results(states, reasons)
     return states
 
 
@@ -224,7 +214,7 @@ def run_stage(
         return _make_completed_state(stage, dvc_graph.Outcome.UNCHANGED)
     log, rules = get_run_logger(), load_params().schedule
     log.info(f"{stage} is stale: {', '.join(reasons)}")
-    on_line = ProgressLog(stage, log.info)
+    on_line = run_pages.ProgressLog(stage, log.info)
     for attempt in range(1, rules.attempts + 1):
         try:
             if hosts:
@@ -286,15 +276,10 @@ def run_stale_stages(
 
 def make_final_state(states: dict[str, State[str]]) -> State[None]:
     """Return the flow's state: failed with the error of each failed stage, or completed; with the counts."""
-    counts = run_artifacts.count_outcomes(states)
+    counts = run_pages.count_outcomes(states)
     if failed := [f"{name} failed: {state.message}" for name, state in states.items() if state.is_failed()]:
         return Failed(message="; ".join([*failed, counts]))
     return Completed(message=counts)
-
-
-def join_lines(text: str) -> str:
-    """Return a text on one line, as a state's message is shown."""
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def require_server() -> None:
@@ -319,28 +304,3 @@ def require_server() -> None:
                 f"the Prefect server at {url} refuses the password, expected the line in .prefect/password of its workspace, in "
                 f"{password.CLIENT} or a file that {password.FILE} names"
             ) from None
-
-
-def main() -> None:
-    password.exempt_loopback()
-    try:
-        require_server()  # before the flow, whose call starts the temporary server
-        commands.check_run_params()
-    except ValueError as error:
-        sys.exit(f"aerie: {error}")
-    # SIGTERM as an exception, like Ctrl-C, so that a running stage is ended too; in `serve` Prefect does this.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    started = time.time()
-    with watch_ctrl_c() as interrupted:
-        try:
-            state = build(return_state=True)
-        except (KeyboardInterrupt, Exception):
-            if not interrupted.is_set():
-                raise
-            print(f"aerie: {commands.describe_stopped_run(COMMAND, started)}", file=sys.stderr)
-            sys.exit(INTERRUPTED)
-    sys.exit(0 if state.is_completed() else f"aerie: {state.message}")
-
-
-if __name__ == "__main__":
-    main()

@@ -23,8 +23,6 @@ PARENT_POLL_S = 0.5  # seconds
 def end_with_parent() -> None:
     """End this run like a cancellation when the process that serves it is gone: killed outright, it cannot cancel the run."""
     parent, number = multiprocessing.parent_process(), os.getppid()
-    if parent is None and "PREFECT__FLOW_RUN_ID" not in os.environ:
-        return  # started from a terminal
 
     def watch() -> None:
         if parent:

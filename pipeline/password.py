@@ -74,8 +74,8 @@ def find_password() -> str:
     if own.exists():
         return read_password(own)
     raise ValueError(
-        f"no password for the Prefect server: neither {CLIENT} nor {FILE} is set, and there is no {own}; copy the file that "
-        f"`make ui` names to this host, mode 0600, and export {FILE}=THAT_FILE"
+        f"no password for the Prefect server in {CLIENT}, {FILE} or {own}; copy the file that `make ui` names here, mode 0600, "
+        f"and export {FILE}=THAT_FILE"
     )
 
 

@@ -1,19 +1,22 @@
-"""Check what a run needs of this machine: files, datasets, engines, GPUs, disk. Each finding names the command that gets it."""
+"""Check what a run needs: files, datasets, engines, GPUs, disk, and a target that can be used. Each finding says what to do."""
 
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-from pipeline import resources
+from pipeline import freshness, processes, resources
 from stages.params.data_sections import PromptSet
 from stages.params.engines import ENGINES, find_program
 from stages.params.recipe import Recipe
 from stages.params.schema import Params
+from stages.params.section import PARAMS_FILE
 from stages.params.units import GIB, format_bytes
 
 MIN_FREE_BYTES = 2 * GIB  # a run of the embedded target with its cache takes under 1 GiB
+VALID_TARGET_FILE = Path(".scratch/valid_target.json")
 MARKS = {True: "ok     ", False: "PROBLEM", None: "       "}
 WRITTEN_FOLDERS = (".", ".dvc", ".dvc/cache", ".dvc/tmp", ".scratch", "artifacts", "data", "drafts", "logs", "results")
 # Weights are not all that a GPU holds: KV cache, activations, a draft.
@@ -45,7 +48,7 @@ def check_recipe(
     yield check_disk(disk_bytes)
 
 
-def refuse_unmet(name: str, findings: Collection[Finding]) -> None:
+def refuse_unmet(name: str, findings: Iterable[Finding]) -> None:
     """Raise ValueError with each need that is not met."""
     unmet = [f"  {finding.subject}: {finding.found}; {finding.advice}" for finding in findings if finding.ok is False]
     if unmet:
@@ -155,3 +158,22 @@ def check_disk(needed_bytes: float | None) -> Finding:
     about = "" if needed_bytes is None else f", a run writes about {format_bytes(needed)}"
     advice = "make room, or lower sample_target.train_rows, or set extract_hiddens.online"
     return Finding("disk", f"{format_bytes(free)} free here{about}", free >= needed, advice)
+
+
+# The target
+
+
+def check_target_config(params: Params, file: Path = PARAMS_FILE) -> None:
+    """Raise ValueError for a target that prepare_target refuses by its config or GGUF file; `file` holds the parameters.
+
+    A process that imports transformers checks it, 4 s and more, and nothing is downloaded: once for the same parameters, code
+    and file. Nothing is started for embedded targets, or where neither is on this machine: prepare_target then checks.
+    """
+    target, path = params.target, Path(params.target.model)
+    read = path if target.is_gguf and path.is_file() else target.find_file("config.json")
+    if target.is_embedded or read is None:
+        return
+    look = freshness.digest_paths(["stages", str(file), str(read)]) + version("transformers")
+    if (known := freshness.read_known(VALID_TARGET_FILE)) is None or known["look"] != look:
+        processes.run_silent("stages.draft.supported_targets", file, read if target.is_gguf else read.parent)
+        freshness.write_known(VALID_TARGET_FILE, {"look": look})

@@ -32,7 +32,6 @@ COMMAND_GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for a stage's comma
 DVC_GRACE_S = 15.0  # seconds for DVC to write its lock file after that; Prefect kills a cancelled flow after 30
 POLL_S = 0.05  # seconds
 MAX_SEARCHES = 10  # for what a run has left; a process that the kernel can't end would be found forever
-FEWEST_PRELOADED = 4  # stages of a run
 LEFT_OUTPUT_S = 1.0  # seconds to wait for more output of a command before asking whether it has ended
 TAIL_LINES = 10  # of a failed stage's log in the error
 RUN_MARK_VARIABLE = "AERIE_RUN"  # environment variable of every process that a run has started
@@ -96,14 +95,13 @@ def guard_run(held_files: Iterable[int] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def preload_stages(number: int = FEWEST_PRELOADED) -> Iterator[None]:
+def preload_stages() -> Iterator[None]:
     """Have the stages that this process starts forked from one that has imported torch (stages/telemetry/fork_server.py).
 
-    Does nothing for fewer than FEWEST_PRELOADED stages: the import takes as long as in a stage. Nor where the current folder
-    has no `stages`, so that no stage is one of ours. Until it is done, beside the first stages, they start as without it.
-    Needs Linux, for process handles.
+    Does nothing where the current folder has no `stages`, so that no stage is one of ours. Until it is done, beside what a
+    run does before and the first stages, they start as without it. Needs Linux, for process handles.
     """
-    if number < FEWEST_PRELOADED or not Path("stages").is_dir() or not hasattr(os, "pidfd_open"):
+    if not Path("stages").is_dir() or not hasattr(os, "pidfd_open"):
         yield
         return
     with TemporaryDirectory(prefix="aerie-") as folder:  # readable by this user only

@@ -30,7 +30,7 @@ OWN = "own"  # for `aerie use`: not the keys of an experiment but a whole params
 OWN_PARAMS = RECIPES_FOLDER / OWN / PARAMS_FILE
 TO_FILL_IN = "# <-"
 OWN_SECTIONS = ("target", "fix_data")  # a recipe that is used over OWN leaves them as they are
-USED_FILE = Path(".scratch/used_recipe.json")  # the keys of the recipe that `use_recipe` wrote last
+USED_FILE = Path(".scratch/used_recipe.json")  # the keys that `use_recipe` wrote last: the recipe may change or go
 Sections = dict[str, dict[str, Any]]  # section -> key -> value
 
 
@@ -63,7 +63,7 @@ def use_recipe(name: str, keep: bool = False, keep_own: bool = True) -> list[str
     sections, own = _read_recipe(name), _read_own(name) if keep_own else {}
     edits = _find_local_edits()
     with merge_recipe(name, keep, own=own) as (file, changes):
-        _write_used(sections | ({OWN: {}} if own else {}))
+        atomic.write_json(USED_FILE, sections | ({OWN: {}} if own else {}))
         if not changes:
             return []
         kept = keep_copy(locate_recipe(name).stem)
@@ -85,7 +85,7 @@ def _begin_own() -> list[str]:
     kept, text = keep_copy(OWN), OWN_PARAMS.read_text(encoding="utf-8")
     with _write_temporary(text) as file:
         os.replace(file, PARAMS_FILE)
-    _write_used({OWN: {}})
+    atomic.write_json(USED_FILE, {OWN: {}})
     blanks = [line.strip() for line in text.splitlines() if TO_FILL_IN in line and not line.startswith("#")]
     return [
         f"{PARAMS_FILE} is that of a run of your own; fill in:",
@@ -160,11 +160,6 @@ def _read_committed() -> str:
     return done.stdout if done and done.returncode == 0 else PARAMS_FILE.read_text(encoding="utf-8")
 
 
-def _write_used(sections: Sections) -> None:
-    """Remember the recipe's keys as they are written, since its file may change or go."""
-    atomic.write_json(USED_FILE, sections)
-
-
 def _read_used() -> Sections:
     found: Sections = json.loads(USED_FILE.read_text(encoding="utf-8")) if USED_FILE.is_file() else {}
     return found
@@ -192,9 +187,7 @@ def _parse_sections(text: str) -> Sections:
         problem = f"found {found!r:.60}"
     except (ValueError, AttributeError) as error:
         problem = str(error)
-    raise ValueError(
-        f"{PARAMS_FILE}, here or of git's last commit, is no YAML of sections with keys: {problem}; correct it"
-    )
+    raise ValueError(f"{PARAMS_FILE}, here or of git's last commit, is no YAML of sections: {problem}; correct it")
 
 
 def _list_leaves(values: dict[str, Any], model: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -6,8 +6,6 @@ of its stage: a stage that a killed flow leaves behind keeps its GPU until it ha
 
 import fcntl
 import os
-import shutil
-import subprocess
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,11 +145,6 @@ def list_gpu_memory() -> list[Gpu]:
 
 
 def list_gpus() -> list[str]:
-    """Return the GPU ids of CUDA_VISIBLE_DEVICES, or all that nvidia-smi lists; [] without nvidia-smi."""
-    if (named := list_named_gpus()) is not None:
-        return named
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return done.stdout.split() if done.returncode == 0 else []
+    """Return the GPU ids of CUDA_VISIBLE_DEVICES, or all that there are; [] without NVIDIA's driver."""
+    named = list_named_gpus()
+    return [str(index) for index in range(len(gpu_energy.list_visible_cards()))] if named is None else named

@@ -181,7 +181,7 @@ def crash_lost_runs() -> None:
     from prefect.client.schemas.filters import FlowRunFilter
     from prefect.states import Crashed, State
 
-    # A run of `python -m pipeline.flows` has no deployment, and may be alive.
+    # A flow that a script of the user's calls has no deployment, and may be alive.
     unfinished = FlowRunFilter.model_validate(
         {"deployment_id": {"is_null_": False}, "state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}}
     )

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from stages.draft import supported_targets
 from stages.families.block import mask_token
 from stages.params import checks, schema, target_files
+from stages.params.section import BUILTIN
 from stages.runtime import atomic, scratch
 from stages.target import (
     chat_template,
@@ -46,7 +47,7 @@ def main() -> None:
     started = time.perf_counter()
     template = checks.read_chat_template(p.target.chat_template)
     with atomic.write_folder(manifest.TARGET_FOLDER) as folder:
-        target = _make_target(p, folder) if manifest.lie_beside_manifest(p.target.model) else _pin_target(p)
+        target = _make_target(p, folder) if p.target.is_embedded or p.target.is_gguf else _pin_target(p)
         target = replace(target, chat_template=template)
         tokenizer = _load_tokenizer(p, target, folder)
         target = _fix_date(target, tokenizer)
@@ -56,7 +57,7 @@ def main() -> None:
         if blocks := p.train_draft.list_fresh_drafts():  # before hours of sampling
             has_others = len(blocks) < len(p.train_draft.checkpoints)
             print(mask_token.describe_mask_token(blocks, has_others, tokenizer, target))
-        if not target.model.startswith("builtin/"):
+        if not p.target.is_embedded:
             weights = manifest.resolve_weights_folder(target, folder)
             checkpoint_check.check_checkpoint(target.model, weights, p.target.trust_remote_code)
         target = replace(target, logits_scale=_measure_logits_scale(p, target, folder))
@@ -78,7 +79,7 @@ def main() -> None:
 def _make_target(p: schema.Params, folder: Path) -> TargetManifest:
     """Write a target's files to `folder`: of a GGUF file, or a builtin one."""
     weights = None
-    if p.target.model.endswith(target_files.GGUF_SUFFIX):
+    if p.target.is_gguf:
         weights = gguf_target.write_gguf_target(Path(p.target.model), folder)
     else:
         _make_builtin_target(p, folder)
@@ -95,7 +96,7 @@ def _describe_config(p: schema.Params, folder: Path, revision: str | None, trust
 
 
 def _make_builtin_target(p: schema.Params, folder: Path) -> None:
-    name = p.target.model.removeprefix("builtin/")
+    name = p.target.model.removeprefix(BUILTIN)
     names = (*text_targets.TARGET_NAMES, multimodal_target.TARGET_NAME)
     if name not in names:
         raise ValueError(

@@ -42,21 +42,21 @@ every_stage = pytest.mark.parametrize("stage", GRAPH)
 # The lines of Python that a room may have: what goes in, something goes out. Second, where a room is larger than that, what it
 # has now, which may only fall.
 ROOMS = {
-    "pipeline": (5200, 5326),
-    "stages/params": (2700, 3121),
-    "stages/runtime stages/telemetry": (1600, 1930),
+    "pipeline": (5200,),
+    "stages/params": (2700, 3020),
+    "stages/runtime stages/telemetry": (1600, 1889),
     "stages/data": (4700,),
     "stages/prompts stages/sampling": (1700, 1795),
-    "stages/target": (2800, 2871),
+    "stages/target": (2800, 2869),
     "stages/hidden_states": (1300,),
-    "stages/draft stages/families": (6000, 6784),
+    "stages/draft stages/families": (6000, 6774),
     "stages/training": (1900, 2052),
     "stages/trees stages/replay": (1200,),
     "stages/engine": (3000,),
-    "stages/engines stages/measuring": (4300, 4377),
+    "stages/engines stages/measuring": (4300, 4376),
     "stages/cells": (2300, 2412),
     "stages/reporting": (2700,),
-    "stages/published stages/reproduce stages/grading stages/toy": (2200, 2311),
+    "stages/published stages/reproduce stages/grading stages/toy": (2200, 2261),
     "tests": (31_000,),
 }
 

@@ -28,6 +28,7 @@ from stages.params.draft_sections import TrainDraft
 from stages.params.engines import list_environments
 from stages.published import tables as published
 from stages.reproduce import estimate, target_size
+from stages.runtime import atomic
 from tests.conftest import ROOT, SMALL, copy_project, edit_params, run_graph
 
 NAMES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml"))
@@ -202,7 +203,7 @@ def test_a_local_edit_that_goes_is_named_and_kept_on_request(committed: Path) ->
     (kept_copy,) = [line.split()[-2] for line in dropped if "to return to it: cp" in line]
     assert (committed / kept_copy).read_bytes() == edited
     shutil.copy(committed / kept_copy, committed / "params.yaml")
-    recipes._write_used(schema.read_recipe(committed / "recipes/weather-tiny-moe.yaml")[1])
+    atomic.write_json(recipes.USED_FILE, schema.read_recipe(committed / "recipes/weather-tiny-moe.yaml")[1])
     kept = use_recipe("weather-tiny-vl", keep=True)
     p = schema.load_params()
     assert (p.train_draft.muon_learning_rate, p.target.num_threads, p.target.model) == (

@@ -103,9 +103,7 @@ class PoolWorkers:
         with get_client(sync_client=True) as client:
             workers = client.read_workers_for_work_pool(POOL)
         if not any(worker.status == WorkerStatus.ONLINE for worker in workers):
-            raise ValueError(
-                f"params.yaml: schedule.runner is workers, and no worker of the pool {POOL} is online; start one by `make worker`"
-            )
+            raise ValueError(f"no worker of the pool {POOL} is online; start one by `make worker`")
         self._lock = threading.Lock()
         self._runs: dict[UUID, FlowRun | None] = {}
         self._polled_runs = self._polled_workers = float("-inf")

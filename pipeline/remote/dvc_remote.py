@@ -111,7 +111,7 @@ def collect_stage(name: str) -> None:
         (stage,) = repo.stage.collect(name)
         if not _is_restorable(repo, stage):
             raise ValueError(
-                f"what a worker made of {name} is not on the remote, or not of what lies here: files have changed; run again"
+                f"what a worker made of {name} is not on the remote, or of other files than these; run again"
             )
 
 
@@ -130,9 +130,7 @@ def unpack_order(order: StageOrder) -> None:
         fs.get_file(fs.join(root, FILES_FOLDER, f"{order.files}.tar.gz"), str(archive))
         found = hashlib.sha256(archive.read_bytes()).hexdigest()
         if found != order.files:
-            raise ValueError(
-                f"{FILES_FOLDER}/{order.files}.tar.gz on the remote is of digest {found}; remove it and run again"
-            )
+            raise ValueError(f"{FILES_FOLDER}/{order.files}.tar.gz has the digest {found}; remove it and run again")
         _unpack_files(archive)
         archive.unlink()
     with LOCK_FILE.open("w", encoding="utf-8") as file:
@@ -226,9 +224,7 @@ def _check_inside(repo: Any) -> None:
     """Check every output. Raises ValueError if DVC would check one out outside the repository, as a .dvc file can demand."""
     for out in repo.index.outs:
         if out.use_cache and not Path(out.fs_path).resolve().is_relative_to(Path(repo.root_dir).resolve()):
-            raise ValueError(
-                f"{out.stage.addressing} has the output {out.def_path}, expected one below the project's folder"
-            )
+            raise ValueError(f"{out.stage.addressing} has the output {out.def_path}, expected one below the project")
 
 
 def _push_outputs(repo: Any, outs: list[Any]) -> None:
@@ -278,9 +274,7 @@ def _unpack_files(archive: Path) -> None:
         for member in files:
             path, content = Path(member.name), files.extractfile(member) if member.isfile() else None
             if content is None or path.is_absolute() or ".." in path.parts:
-                raise ValueError(
-                    f"an archive holds {member.name}, which aerie never uploads; check that the remote is yours"
-                )
+                raise ValueError(f"an archive holds {member.name}, which aerie never uploads; check the remote")
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
                 shutil.copyfileobj(content, file)

@@ -16,16 +16,13 @@ from pathlib import Path
 from prefect import flow, get_client, get_run_logger, runtime
 from prefect.states import Completed, Failed, State
 
-from pipeline import dvc_graph, processes, resources, workspaces
+from pipeline import dvc_graph, processes, resources, run_pages, workspaces
 from pipeline.orphan_guard import end_with_parent
-from pipeline.progress import ProgressLog, hide_engine_lines
 from pipeline.remote import dvc_remote
 from pipeline.scheduler import POLL_S
 from stages.params.schema import load_params
 
 SENT_FOLDER = Path(".scratch/sent")
-
-hide_engine_lines()
 
 
 @flow(name="stage")
@@ -52,7 +49,9 @@ def _run_order(order: dvc_remote.StageOrder) -> State[None]:
             stack.enter_context(processes.guard_run(held))
             lease = stack.enter_context(_wait_for_lease(order.stage))
             files = [*held, *(file.fileno() for file in lease.files)]
-            outcome = dvc_graph.reproduce_stage(order.stage, ProgressLog(order.stage, log), lease.environment, files)
+            outcome = dvc_graph.reproduce_stage(
+                order.stage, run_pages.ProgressLog(order.stage, log), lease.environment, files
+            )
             dvc_remote.push_results(order.stage)
             shutil.rmtree(folder)  # after a failure the folder stays, to be looked at and resumed
         except processes.StageError as error:

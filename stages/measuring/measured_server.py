@@ -29,7 +29,7 @@ from stages.measuring import load_generator, measurement_lock, server_setup
 from stages.measuring.load_generator import Arrivals
 from stages.measuring.repeats import sum_counts
 from stages.measuring.server_setup import ServedWorkload
-from stages.params import server_urls
+from stages.params import engines
 from stages.params.tree_shape import Load, TreeShape
 from stages.params.units import format_gib
 from stages.runtime.free_port import find_free_port
@@ -336,7 +336,7 @@ def _open_group(work: ServedWorkload, group: list[MeasuredServer], logs: Path, s
         if process:
             measured.url, measured.check = process.base_url, process.check_alive
         else:
-            measured.url = server_urls.strip_api_path(work.settings.base_urls[measured.name])
+            measured.url = engines.strip_api_path(work.settings.base_urls[measured.name])
         asyncio.run(_identify_server(measured))
         if process is None:
             continue

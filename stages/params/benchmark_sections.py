@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
-from stages.params.engines import SERVED, ServedEngine
+from stages.params.engines import SERVED, ConfigurationUrls, ServedEngine
 from stages.params.section import (
     TEXT_OR_NUMBER,
     Count,
@@ -23,7 +23,6 @@ from stages.params.section import (
     _check_unique,
     get_named,
 )
-from stages.params.server_urls import ConfigurationUrls
 from stages.params.tree_sections import ShapeNames
 from stages.params.tree_shape import SGLANG_SCORING, Load, ScoringName, parse_shape
 
@@ -140,16 +139,10 @@ class Benchmark(Section):
         for name in self.torch_workloads:
             rate = get_named(self.workloads, name, "benchmark.workloads").request_rate
             if rate != "inf":
-                yield (
-                    f"torch_workloads: workload {name} has request_rate {rate}, expected inf: the torch engine has no arrival "
-                    "times; serve it (benchmark_served)"
-                )
+                yield f"torch_workloads: {name} has request_rate {rate}, expected inf; serve it (benchmark_served)"
         for tree in map(parse_shape, self.trees if self.samples_drafts else []):
             if tree.topk > 1:
-                yield (
-                    f"trees: {tree.name} has topk {tree.topk} and draft_sampling is sampled, expected chains "
-                    f"(t{tree.num_steps}_1_{tree.num_steps + 1}); take it out, or set draft_sampling to greedy"
-                )
+                yield f"trees: {tree.name} has topk {tree.topk}, expected chains while draft_sampling is sampled"
         if self.num_gpus_total % self.num_gpus_per_model:
             yield f"num_gpus_total is {self.num_gpus_total}, expected a multiple of num_gpus_per_model, {self.num_gpus_per_model}"
 
@@ -212,7 +205,7 @@ class BenchmarkServed(Section):
     interleave: bool = False  # true: each repeat alternates with one on a second server without the draft
     # by engine, as {vllm: {tp: 2}}; its other keys, and other engines, as by default
     servers: Annotated[dict[ServedEngine, BenchmarkServer], BeforeValidator(_add_other_engines)] = Field(
-        default_factory=lambda: {engine: BenchmarkServer() for engine in get_args(ServedEngine)}
+        default_factory=dict
     )
 
     def get_server(self, engine: str) -> BenchmarkServer:

@@ -21,7 +21,6 @@ from stages.runtime import guarded_files
 GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"  # owner/name, or builtin/NAME
 SMALL_DRAFT_VOCAB = 4096  # below, a draft's vocabulary is told of
-TARGETS_FOLDER = Path("data/targets")  # of embedded targets that are shipped
 MAX_SHOWN_FILES = 20  # in a message
 TEMPLATES_FOLDER = Path("templates")  # of target.chat_template
 
@@ -32,9 +31,7 @@ def check_raw(params: Params) -> None:
     if not raw.exists():
         is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", fix.raw) and not raw.suffix and raw.parts[0] != "data"
         more = f"; for the dataset {fix.raw} of the Hub write a file NAME.hub.yaml" if is_id else ""
-        raise ValueError(
-            f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more} (docs/data.md)"
-        )
+        raise ValueError(f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more}")
     columns = [name for name in fix.columns or {} if name != "*"]  # which fits any
     files = _list_raw_files(raw) if fix.eval_file or columns else []
     for key, names in {"eval_file": fix.eval_file or [], "columns": columns}.items():
@@ -48,8 +45,7 @@ def check_raw(params: Params) -> None:
     for file in files:
         if len(fitting := fix.find_column_names(raw / file if raw.is_dir() else raw)) > 1:
             raise ValueError(
-                f"{PARAMS_FILE}: fix_data.columns names {' and '.join(fitting)}, which both fit {file}, expected one; name "
-                "the file itself"
+                f"{PARAMS_FILE}: fix_data.columns has {' and '.join(fitting)} for {file}, expected one; name the file itself"
             )
 
 
@@ -84,8 +80,7 @@ def list_problems(params: Params) -> Iterator[str]:
 
 def check_target_path(params: Params) -> None:
     """Raise ValueError for a target whose folder or GGUF file is missing."""
-    model = params.target.model
-    is_file = model.endswith(target_files.GGUF_SUFFIX)
+    model, is_file = params.target.model, params.target.is_gguf
     is_here = Path(model).is_file() if is_file else Path(model).is_dir() or re.fullmatch(HUB_ID, model)
     if not is_here:
         parent = Path(model).parent
@@ -103,7 +98,7 @@ def check_device(params: Params) -> None:
     is_absent = not (any(map(glob, GPU_DEVICES)) or shutil.which("nvidia-smi"))
     if device != "cpu" and runner == "local" and (is_hidden or is_absent):
         raise ValueError(
-            f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none here, or none in CUDA_VISIBLE_DEVICES; set "
+            f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none here or in CUDA_VISIBLE_DEVICES; set "
             "target.device: cpu, or run where there is one"
         )
 
@@ -129,7 +124,7 @@ def check_target_files(params: Params) -> None:
 
 def check_vocab_of_target(params: Params) -> None:
     """Raise ValueError for a draft vocabulary larger than that of a target that is here."""
-    is_trained = params.target.model.startswith("builtin/") and params.prepare_target.weights == "train"
+    is_trained = params.target.is_embedded and params.prepare_target.weights == "train"
     if not is_trained and (size := _find_number(params, "vocab_size")) is not None:
         params.init_draft.choose_vocab_size(size)
 
@@ -181,28 +176,9 @@ def check_target_layers(model: str, layers: list[int], num_layers: int) -> None:
         )
 
 
-def find_target_config(params: Params) -> Path | None:
-    """Return the target's config.json, for a Hub id the one in the local cache; None where it is not here.
-
-    Downloads nothing.
-    """
-    model, path = params.target.model, Path(params.target.model) / "config.json"
-    if model.startswith("builtin/"):
-        path = TARGETS_FOLDER / model.removeprefix("builtin/") / "config.json"
-    elif not path.is_file() and not model.endswith(target_files.GGUF_SUFFIX):
-        from huggingface_hub import try_to_load_from_cache  # where the target is an id
-
-        try:
-            found = try_to_load_from_cache(model, "config.json", revision=params.target.revision)
-        except ValueError:  # the name is no id
-            return None
-        return Path(found) if isinstance(found, str) else None
-    return path if path.is_file() else None
-
-
 def _find_number(params: Params, key: str) -> int | None:
     """Return a number of the target's config.json; None where that is not here."""
-    if (path := find_target_config(params)) is None:
+    if (path := params.target.find_file("config.json")) is None:
         return None
     try:
         config = guarded_files.read_json(path, "")

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
-from stages.params.engines import LaunchedEngine
+from stages.params.engines import LaunchedEngine, ServerUrls
 from stages.params.section import LIST_OR_NUMBER, Count, Name, NonNegative, Positive, Section, Seed, Share, Text
-from stages.params.server_urls import ServerUrls
 
 TABLES_FOLDER = Path("data/tables")  # schemas of structured answers
 PROMPT_SETS_FOLDER = Path("data/prompt_sets")
@@ -27,8 +26,7 @@ def check_column_names(columns: dict[str, str]) -> dict[str, str]:
         raise ValueError(f"has the key {unknown[0]}, expected some of {', '.join(COLUMN_ROLES)}; correct it")
     if not roles & {"prompt", "messages"}:
         raise ValueError(
-            f"names columns for {', '.join(columns) or 'nothing'}, expected prompt (and answer, where the data has answers) or "
-            "messages"
+            f"names columns for {', '.join(columns) or 'nothing'}, expected prompt (and answer) or messages"
         )
     if "messages" in roles and roles & {"prompt", "input"}:
         raise ValueError("names columns for messages and for prompt or input, expected one of the two; leave one out")
@@ -49,9 +47,7 @@ def check_table_path(path: str) -> str:
     """Return the path of a schema. Raises ValueError unless it is a YAML file in TABLES_FOLDER, which DVC tracks."""
     parts = Path(path).parts
     if parts[:2] != TABLES_FOLDER.parts or len(parts) < 3 or ".." in parts or not path.endswith((".yaml", ".yml")):
-        raise ValueError(
-            f"is {path}, expected a YAML file in {TABLES_FOLDER}/, or null to accept any table; put it there"
-        )
+        raise ValueError(f"is {path}, expected a YAML file in {TABLES_FOLDER}/, or null for any table; put it there")
     return path
 
 

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stages.params.families import BUILTIN, BUILTINS, AnySegment, DraftFamily, Segment
+from stages.params.families import BUILTINS, AnySegment, DraftFamily, Segment
 from stages.params.section import (
+    BUILTIN,
     ROOT_CHECKPOINT,
     Count,
     Eagle3FeatureLayers,
@@ -61,12 +62,10 @@ class InitDraft(Section):
 
         Raises ValueError for more tokens than the target has.
         """
-        if (self.draft_vocab_size or 0) > target_vocab_size:
-            raise ValueError(
-                f"params.yaml: init_draft.draft_vocab_size is {self.draft_vocab_size}, expected at most the target's "
-                f"{target_vocab_size} tokens, or null"
-            )
-        return self.draft_vocab_size or min(USUAL_DRAFT_VOCAB, target_vocab_size)
+        if (size := self.draft_vocab_size or 0) > target_vocab_size:
+            expected = f"expected at most the target's {target_vocab_size} tokens"
+            raise ValueError(f"params.yaml: init_draft.draft_vocab_size is {size}, {expected}")
+        return size or min(USUAL_DRAFT_VOCAB, target_vocab_size)
 
     def choose_feature_layers(self, stored: list[int], default: list[int]) -> list[int]:
         """Return the feature layers that the draft reads, of those `stored`; `default` are EAGLE-3's own.
@@ -98,17 +97,13 @@ def _list_differences(name: str, segment: Segment, parent: str, start: Segment) 
     """Yield where a segment is of another method, or of other sizes, than the one it starts from."""
     if segment.method != start.method:
         yield (
-            f"checkpoints.{name} is of {segment.method} and starts from {parent}, which is of {start.method}; expected one "
-            f"method: start it from {ROOT_CHECKPOINT}, from which every method can start"
+            f"checkpoints.{name} is of {segment.method}, expected {start.method} as {parent}, or from: {ROOT_CHECKPOINT}"
         )
         return
     for key, expected in start.sizes.items():
         if (found := segment.sizes[key]) != expected:
             expected, found = ("null" if x is None else x for x in (expected, found))
-            yield (
-                f"checkpoints.{name}.{key} is {found}, but {expected} in {parent}, which it starts from; expected one draft: "
-                f"write {key}: {expected}, or start it from {ROOT_CHECKPOINT}"
-            )
+            yield f"checkpoints.{name}.{key} is {found}, expected {expected} as {parent}, or from: {ROOT_CHECKPOINT}"
 
 
 class TrainDraft(Section):
@@ -169,14 +164,10 @@ class TrainDraft(Section):
             if start := self.checkpoints.get(segment.from_):
                 yield from _list_differences(name, segment, segment.from_, start)
                 if start.epochs is None:
-                    yield (
-                        f"checkpoints.{name} starts from {segment.from_}, whose epochs follow from its rows; expected a "
-                        f"number of epochs there: write checkpoints.{segment.from_}.epochs"
-                    )
+                    yield f"checkpoints.{segment.from_}.epochs is null, expected a number: {name} starts from it"
             if segment.epochs is None and (segment.from_ != ROOT_CHECKPOINT or self.horizon_epochs):
                 yield (
-                    f"checkpoints.{name}.epochs is null, by the rows, expected a number beside horizon_epochs and from another "
-                    f"checkpoint than {ROOT_CHECKPOINT}, since the schedule's end counts them; write the epochs"
+                    f"checkpoints.{name}.epochs is null, expected a number beside horizon_epochs, or from {ROOT_CHECKPOINT}"
                 )
         if self.schedule == "constant" and self.horizon_epochs is not None:
             yield f"schedule is constant and horizon_epochs {self.horizon_epochs}, expected null: no rate falls there"
@@ -191,8 +182,7 @@ class TrainDraft(Section):
             horizon = segment.horizon_epochs or self.horizon_epochs or end
             if end > horizon:
                 raise ValueError(
-                    f"checkpoints.{name} is of {end} epochs from {ROOT_CHECKPOINT}, expected at most horizon_epochs "
-                    f"{horizon}, where the learning rate is zero; raise it (every checkpoint is then trained again)"
+                    f"checkpoints.{name} is of {end} epochs, expected at most horizon_epochs {horizon}; raise it"
                 )
             self.checkpoints[name] = segment.model_copy(update={"horizon_epochs": horizon})
         return self

@@ -4,12 +4,15 @@ ENGINES has one entry for each; what it is told, asked and answers is in stages/
 entry here and its name in the options below, a module there, and its line in the registry.
 """
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
 
 from stages.params.tree_shape import NamedShape, TreeShape
 
@@ -27,19 +30,14 @@ ExplainShape = Callable[[TreeShape], str | None]  # returns why an engine can't 
 
 def _explain_tree(shape: TreeShape) -> str | None:
     if shape.num_draft_tokens < shape.num_steps + 1:
-        return (
-            f"SGLang from 0.5.17 on needs num_draft_tokens of at least num_steps + 1 = {shape.num_steps + 1}, found "
-            f"{shape.num_draft_tokens}: its scheduler ends at start"
-        )
+        return f"SGLang needs num_draft_tokens of at least num_steps + 1 = {shape.num_steps + 1}, found {shape.num_draft_tokens}"
     return None
 
 
 def _explain_ngram(shape: TreeShape) -> str | None:
     longest, shortest, length = shape.numbers if isinstance(shape, NamedShape) else (0, 0, 0)
     if longest != shortest or length < longest:
-        return (
-            f"llama.cpp looks up n-grams of one length, and drafts at least as many tokens: n{longest}_{longest}_8, say"
-        )
+        return f"llama.cpp looks up n-grams of one length, no longer than its chain: n{longest}_{longest}_8, say"
     return None
 
 
@@ -130,3 +128,39 @@ def locate_program(engine: str, program: str = "") -> str:
 def join_words(words: list[str]) -> str:
     """Return "a, b and c"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+# URLs of running servers: `base_urls` of sample_target.server and of benchmark_served.servers
+
+# http://host:port; no user:password@, which would be logged
+SERVER_URL_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5})?(/v1)?/?$"
+# The pattern also takes a range of ports: http://host:6000-6007 names a server on each of them.
+SERVER_URLS_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
+MAX_RANGE = 1024
+
+
+def strip_api_path(url: str) -> str:
+    """Return a server's URL without the /v1 that users may write."""
+    return re.sub(r"(/v1)?/?$", "", url)
+
+
+def expand_urls(base_urls: list[str]) -> list[str]:
+    """Return one URL per server: http://host:6000-6007 names eight. Raises ValueError for an invalid range."""
+    urls = []
+    for url in map(strip_api_path, base_urls):
+        host, first, last = re.fullmatch(r"(.*?)(?::(\d+)-(\d+))?", url).groups()  # type: ignore[union-attr]
+        ports = range(int(first), int(last) + 1) if first else None
+        if ports is not None and not 0 < len(ports) <= MAX_RANGE:
+            raise ValueError(f"{url} is no range of ports, expected the lower port first, at most {MAX_RANGE}")
+        urls += [url] if ports is None else [f"{host}:{port}" for port in ports]
+    return urls
+
+
+def _check_ranges(base_urls: list[str]) -> list[str]:
+    expand_urls(base_urls)
+    return base_urls
+
+
+ServerUrls = Annotated[list[Annotated[str, Field(pattern=SERVER_URLS_PATTERN)]], AfterValidator(_check_ranges)]
+ConfigurationName = Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")]
+ConfigurationUrls = dict[ConfigurationName, Annotated[str, Field(pattern=SERVER_URL_PATTERN)]]

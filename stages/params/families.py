@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from stages.params.engines import SERVED, join_words
-from stages.params.section import Count, FeatureLayers, Name, Positive, Section
+from stages.params.section import BUILTIN, Count, FeatureLayers, Name, Positive, Section
 from stages.params.tree_shape import TreeShape
 
 TORCH_ONLY = "torch engine only"
-BUILTIN = "builtin/"  # begins the `model` of an imported checkpoint that has no weights: builtin/ngram
 SHAPES = {  # by the first letter of a shape's name (tree_shape.py)
     "t": "dynamic trees, as t8_2_16",
     "s": "static trees, as s6_16",
@@ -298,8 +297,7 @@ class DraftKind:
             return f"engines verify chains only of {self.title} drafts, this tree has topk {shape.topk}"
         if shape.num_steps != whole.num_steps:
             return (
-                f"a block of this {self.title} draft has {whole.num_steps} drafts and this chain {shape.num_steps}: told another "
-                f"width, an engine runs another block than was trained and replayed; take {whole.name}"
+                f"a {self.title} block has {whole.num_steps} drafts and this chain {shape.num_steps}; take {whole.name}"
             )
         return None
 
@@ -317,10 +315,7 @@ class DraftKind:
         if all(map(self.is_served, shapes)):
             return None
         if whole := self.whole_block:
-            return (
-                f"{TORCH_ONLY}: of a {self.family.title} draft, serving engines run the chain of the whole block alone, "
-                f"{whole.label}"
-            )
+            return f"{TORCH_ONLY}: serving engines run the chain of the whole block alone, {whole.label}"
         if not self.family.is_replayed:
             return f"{TORCH_ONLY}: {self._explain_own_engines()}"
         able = [x for x in SERVED.values() if x.drafts_in_parallel or not self.family.drafts_in_parallel]

@@ -52,9 +52,7 @@ class Schedule(Section):
     form_may_set: list[Annotated[str, Field(pattern=r"^[a-z_]+(\.([A-Za-z0-9_]+|\*))+$")]] = Field(default_factory=list)
     # gpus: number of visible GPUs, or all; without any GPU such stages run one at a time. exclusive: no other stage runs on
     # this machine, since it would change what is timed. Stages that are not named need what they need by default
-    stages: Annotated[dict[Name, StageResources], BeforeValidator(_add_default_needs)] = Field(
-        default_factory=lambda: dict(DEFAULT_NEEDS)
-    )
+    stages: Annotated[dict[Name, StageResources], BeforeValidator(_add_default_needs)] = Field(default_factory=dict)
 
     def list_conflicts(self) -> Iterator[str]:
         for name in self.remote_stages:

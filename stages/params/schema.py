@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,13 +17,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed, Workload
-from stages.params.cell_trees import LeftOutTree, list_idle_checkpoints, list_left_out_trees
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.families import BLOCK_TITLES, SEGMENT_TAG, TRAINABLE, DraftKind
+from stages.params.engines import TORCH, is_in_process
+from stages.params.families import SEGMENT_TAG, TRAINABLE, DraftKind
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import (
+    NAME,
     PACKAGE_NAME,
     PACKAGE_VERSION,
     PARAMS_FILE,
@@ -36,10 +37,21 @@ from stages.params.section import (
 )
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import MIN_TIMED_TREES, ReplayTrees, TimeCycles
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import TreeShape, parse_shape
 from stages.runtime import guarded_yaml
 
 SectionT = TypeVar("SectionT", bound=Section)
+
+
+@dataclass(frozen=True)
+class LeftOutTree:
+    """A tree of a section that is not measured with one of its checkpoints: that cell is `unsupported`, and says why."""
+
+    section: str  # benchmark or benchmark_served
+    engine: str
+    checkpoint: str
+    tree: str
+    reason: str
 
 
 class Report(Section):
@@ -108,18 +120,14 @@ class Params(Section):
         ]
         for key, name, known in listed + starts:
             if name not in known:
-                yield (
-                    f"{key}: no checkpoint {name!r}{suggest_name(name, known)}, expected one of {', '.join(known)}; correct it, "
-                    "or train or import it"
-                )
+                yield f"{key}: no checkpoint {name!r}{suggest_name(name, known)}, expected one of {', '.join(known)}"
         for key, name, _ in listed:
             family = self.drafts.get(name, DraftKind()).family
             is_served = key == "benchmark_served.checkpoints" and family.served_by in self.benchmark_served.engines
             if key != "benchmark.checkpoints" and not (family.is_replayed or is_served):
-                served = f", or in benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
+                served = f", or benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
                 yield (
-                    f"{key}: {name!r} is of {family.name}, expected checkpoints of EAGLE-3 or block drafts; name it in "
-                    f"benchmark.checkpoints{served}"
+                    f"{key}: {name!r} is of {family.name}, expected EAGLE-3 or block drafts; put it into benchmark's{served}"
                 )
 
     def _list_named_checkpoints(self) -> dict[str, list[str]]:
@@ -136,24 +144,18 @@ class Params(Section):
         """Yield where a draft is trained without the initial one, from no rows, or to a tau that can't be reached."""
         initial, trained = self.init_draft.checkpoints, self.train_draft.checkpoints
         if trained and not initial:
-            yield (
-                f"init_draft.checkpoints is [] and train_draft.checkpoints has {', '.join(trained)}, which start from e000; "
-                "expected [e000]"
-            )
+            yield f"init_draft.checkpoints is [], expected [e000], from which {', '.join(trained)} start"
         if initial and self.sample_target.train_rows == 0:
             yield "sample_target.train_rows is 0 and init_draft.checkpoints [e000], expected training rows, or []"
         if (self.check_overfit.min_tau or 1) > self.train_draft.ttt_steps + 1:
             yield (
-                f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached, expected at most train_draft.ttt_steps + 1"
+                f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached, expected at most ttt_steps + 1"
             )
 
     def _list_workload_conflicts(self) -> Iterator[str]:
         """Yield workloads that no engine or prompt set fits."""
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
-            yield (
-                f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
-                "expected 1, or cuda"
-            )
+            yield f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model}, expected 1 on a CPU"
         if not self.benchmark.torch_workloads and not self.benchmark_served.workloads:
             yield "benchmark.torch_workloads and benchmark_served.workloads are both [], expected a workload"
         for name, workload in self.benchmark.workloads.items():
@@ -166,8 +168,7 @@ class Params(Section):
             prompt_set = self.prepare_prompts.sets.get(workload.prompts)
             if workload.grade and not (prompt_set and prompt_set.can_be_graded):
                 yield (
-                    f"benchmark.workloads.{name}.grade is true with prompts: {workload.prompts}, expected a set with reference "
-                    "answers (gsm8k, humaneval, math500), or false"
+                    f"benchmark.workloads.{name}.grade is true, expected prompts with references (gsm8k, humaneval, math500)"
                 )
         for name in self.benchmark_served.workloads:
             get_named(self.benchmark.workloads, name, "benchmark.workloads")
@@ -176,9 +177,7 @@ class Params(Section):
         """Yield drafts of the same shapes, too few trees for a fit, and loads that say nothing of a cycle."""
         timed, drafts = self.time_cycles, self.drafts
         if len(set(map(self.find_first_of_shapes, timed.checkpoints))) < len(timed.checkpoints):
-            yield (
-                f"time_cycles.checkpoints is {timed.checkpoints}, expected drafts of different shapes: others cost the same"
-            )
+            yield f"time_cycles.checkpoints is {timed.checkpoints}, expected drafts of different shapes"
         for depth in {drafts[name].depth if name in drafts else None for name in timed.checkpoints}:
             timed.list_timed_trees(depth)
         workload = get_named(self.benchmark.workloads, timed.workload, "benchmark.workloads")
@@ -198,8 +197,7 @@ class Params(Section):
             )
         if any(cap is None or caps.count(cap) > 1 or (workload.limit_prompts(cap) or cap) < cap for cap in caps):
             yield (
-                f"{key} sends {workload.num_prompts} prompts at concurrency {caps}, expected different numbers, and as many "
-                "prompts at each or more"
+                f"{key} sends {workload.num_prompts} prompts at concurrency {caps}, expected different numbers, as many prompts"
             )
         for engine, name in product(timed.served_engines, timed.checkpoints):
             kind, shapes = self.drafts.get(name, DraftKind()), map(TreeShape.parse, timed.trees)
@@ -213,12 +211,11 @@ class Params(Section):
     def _list_draft_conflicts(self) -> Iterator[str]:
         """Yield checkpoints that no tree is left of, and sampled drafts of a family that has none."""
         drafts, torch = self.drafts, self.benchmark
-        yield from list_idle_checkpoints(torch, self.benchmark_served, drafts)
+        yield from self._list_idle_checkpoints()
         for name in torch.checkpoints if torch.samples_drafts else []:
             if name in drafts and not drafts[name].family.samples_drafts:
                 yield (
-                    f"benchmark.checkpoints: {name} is of {drafts[name].title} and benchmark.draft_sampling is sampled, "
-                    f"expected block drafts ({BLOCK_TITLES}); take it out, or set draft_sampling to greedy"
+                    f"benchmark.checkpoints: {name} is of {drafts[name].title}, expected block drafts, or draft_sampling: greedy"
                 )
 
     @property
@@ -235,9 +232,42 @@ class Params(Section):
         served = self.benchmark_served
         return list(dict.fromkeys([*(served.engines if served.workloads else ()), *self.time_cycles.served_engines]))
 
-    def list_left_out_trees(self) -> list[LeftOutTree]:
-        """Return the trees of benchmark and benchmark_served that are left out for a checkpoint that they don't run with."""
-        return list(list_left_out_trees(self.benchmark, self.benchmark_served, self.drafts))
+    def list_left_out_trees(self) -> Iterator[LeftOutTree]:
+        """Yield the trees that a checkpoint's draft can't draft, or an engine can't run with it, of sections with workloads.
+
+        The sizes of imported drafts are not known here; their cells say it.
+        """
+        torch, served, drafts = self.benchmark, self.benchmark_served, self.drafts
+        for name in torch.checkpoints if torch.torch_workloads else []:
+            for tree in map(parse_shape, torch.trees):
+                if name in drafts and (reason := drafts[name].explain_ungrown(tree)):
+                    yield LeftOutTree("benchmark", TORCH.name, name, tree.name, reason)
+        for engine, name in product(served.engines, served.checkpoints if served.workloads else []):
+            for tree in map(parse_shape, served.trees):
+                if name in drafts and (reason := drafts[name].explain_unserved(engine, tree)):
+                    yield LeftOutTree("benchmark_served", engine, name, tree.name, reason)
+
+    def _list_idle_checkpoints(self) -> Iterator[str]:
+        """Yield a line for each checkpoint that no tree of its section runs with."""
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for left_out in self.list_left_out_trees():
+            reasons.setdefault((left_out.section, left_out.checkpoint), []).append(left_out.reason)
+        served = self.benchmark_served
+        for (section, name), found in reasons.items():
+            trees, engines = (
+                (self.benchmark.trees, 1) if section == "benchmark" else (served.trees, len(served.engines))
+            )
+            if len(found) == len(trees) * engines:
+                yield f"{section}.trees has {', '.join(trees)}, of which none runs with {name}; expected one ({found[0]})"
+
+    def describe_left_out_trees(self) -> Iterator[str]:
+        """Yield a line for each tree that is left out and each reason, with all checkpoints that it is left out for."""
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        for left_out in self.list_left_out_trees():
+            where = left_out.section if is_in_process(left_out.engine) else f"{left_out.section}, {left_out.engine}"
+            groups.setdefault((where, left_out.tree, left_out.reason), []).append(left_out.checkpoint)
+        for (where, tree, reason), names in groups.items():
+            yield f"left out of {where}: {tree} with {', '.join(names)}: {reason}"
 
     def list_unused_checkpoints(self) -> list[str]:
         """Return the checkpoints that are trained or imported and that nothing replays, measures or trains from."""
@@ -308,9 +338,11 @@ def _validate_model(model: type[SectionT], found: Any, path: Path, prefix: str =
 
 
 # Parts of pydantic's locations that are not keys of the file.
-UNION_TAGS = {"[key]", "a number", "a list", "a text"}
-UNION_TAGS |= {SEGMENT_TAG.format(name) for name in TRAINABLE}
-PATTERNS_IN_WORDS = {
+UNION_TAGS = {"[key]", "a number", "a list", "a text", *(SEGMENT_TAG.format(name) for name in TRAINABLE)}
+EXPECTED = {  # by the type of error or the pattern of text; else pydantic's "Input should be greater than 0" says it
+    "string_type": "text",
+    "dict_type": "a section",
+    NAME: "a name (a letter, then letters, digits and _)",
     r"^[^/]+$": "the file's name without its folder",
     r"^[^-]": "an id or a path, which does not begin with - as a flag does",
     PACKAGE_NAME: "the name of a package, without a URL or an option",
@@ -320,32 +352,25 @@ PATTERNS_IN_WORDS = {
 
 def _explain_error(error: Any) -> str:
     """Explain one pydantic error as "key: expected, found, what to do"."""
-    key_path = [str(part) for part in error["loc"] if part not in UNION_TAGS]
-    key, kind, found = ".".join(key_path), error["type"], f"found {error['input']!r:.200}"
-    message, pattern = error["msg"].removeprefix("Value error, "), (error.get("ctx") or {}).get("pattern", "")
+    key = ".".join(str(part) for part in error["loc"] if part not in UNION_TAGS)
+    kind, message, given = error["type"], error["msg"].removeprefix("Value error, "), error["input"]
     if kind == "value_error":  # raised by our validators: already complete
         return "\n".join(f"{key}: {line}" if key else line for line in message.split("\n"))
-    if kind == "union_tag_invalid":
-        method = str(error["input"].get("method"))
-        return (
-            f"{key}.method: expected one of {', '.join(TRAINABLE)}, found {method!r}{suggest_name(method, TRAINABLE)}"
-        )
     if kind == "missing":
         return f"{key}: missing, and it has no default; write it (docs/params.yaml says what it is)"
-    if isinstance(error["input"], int | float) and not isinstance(error["input"], bool):
-        found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
-    if kind == "literal_error":
-        known = error["ctx"]["expected"]
-        nearest = suggest_name(str(error["input"]), re.findall(r"'([^']*)'", known))
-        return f"{key}: expected {known}, {found}{nearest}"
-    if kind == "dict_type":
-        return f"{key}: expected a section, {found}"
-    if words := PATTERNS_IN_WORDS.get(pattern):
-        return f"{key}: expected {words}, {found}"
-    if kind == "invalid_key" or "[key]" in error["loc"] or key_path[-1] == "from":
-        return f"{key}: expected a name (a letter, then letters, digits and _), {found}"
-    if kind in ("string_type", "string_pattern_mismatch"):
-        return f"{key}: expected text{f' matching {pattern}' if pattern else ''}, {found}"
-    # Pydantic's messages: "Input should be greater than 0", "List should have at least 1 item after validation, not 0".
-    expected = re.sub(r"^\w+ should (be|have) ", "expected ", message)
-    return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r:.200}"
+    if kind == "union_tag_invalid":  # of a segment
+        key, given, message = (
+            f"{key}.method",
+            str(given.get("method")),
+            f"Input should be {', '.join(map(repr, TRAINABLE))}",
+        )
+    pattern = (error.get("ctx") or {}).get("pattern")
+    # "List should have at least 1 item after validation, not 0"
+    plain = re.sub(r"^\w+ should (be|have) | after validation.*", "", message)
+    expected = EXPECTED.get(pattern or kind, f"text matching {pattern}" if pattern else plain)
+    text = f"{key}: expected {expected}, found {given!r:.200}"
+    if kind in ("literal_error", "union_tag_invalid"):
+        text += suggest_name(str(given), re.findall(r"'([^']*)'", message))
+    if isinstance(given, int | float) and not isinstance(given, bool) and kind in ("string_type", "literal_error"):
+        text += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
+    return text

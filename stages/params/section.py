@@ -25,6 +25,7 @@ def _list_numbers(name: str) -> list[str]:
 
 PARAMS_FILE = Path("params.yaml")
 RUN_PARAMS = Path("artifacts/inputs/params.json")  # all parameters of the run that DVC is at
+BUILTIN = "builtin/"  # begins what is a model and nothing to download: embedded targets, drafts without weights
 ROOT_CHECKPOINT = "e000"  # made by init_draft; every chain of segments starts from it
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -37,7 +38,8 @@ PACKAGE_NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 PACKAGE_VERSION = r"^[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?$"
 # An id or a path that becomes a word of a command line, where - begins a flag.
 Source = Annotated[str, Field(pattern=r"^[^-]")]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+NAME = r"^[A-Za-z][A-Za-z0-9_]*$"
+Name = Annotated[str, Field(pattern=NAME)]
 Grid = Annotated[list[Count], Field(min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
@@ -107,9 +109,7 @@ class Section(BaseModel):
 
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:
-                raise AttributeError(
-                    f"{type(self).__name__}.{name} is not declared; add it to stages/params/stage_inputs.py"
-                )
+                raise AttributeError(f"{type(self).__name__}.{name} is not declared; add it to params/stage_inputs.py")
             return super().__getattr__(name)
 
 

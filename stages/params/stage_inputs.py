@@ -56,9 +56,14 @@ class Declared:
         return self.in_process if self.in_process and is_in_process(instance.items["engine"]) else self.keys
 
 
+def _name_keys(section: str, words: str) -> tuple[str, ...]:
+    """Return the keys of a section that are named in words."""
+    return tuple(f"{section}.{key}" for key in words.split())
+
+
 def _list_keys(section: str, model: type[BaseModel], but: str) -> tuple[str, ...]:
-    """Return the keys of a section, but those that are named in words."""
-    return tuple(f"{section}.{key}" for key in model.model_fields if key not in but.split())
+    """Return the others."""
+    return _name_keys(section, " ".join(key for key in model.model_fields if key not in but.split()))
 
 
 SERVER = "benchmark_served.servers.{engine}"
@@ -67,6 +72,7 @@ SERVER_CONNECTION = (MAKERS, f"{SERVER}.api_key_env", f"{SERVER}.start_timeout_s
 # Keys of a server's connection and of its draft.
 NOT_OF_BASELINES = "api_key_env start_timeout_s algorithm vision_patch"
 CELL_WORKLOAD = ("benchmark.workloads.{workload}", "sample_target.thinking")
+SERVED_WORKLOAD = ("target", *CELL_WORKLOAD, "benchmark.run_generated_code")
 TORCH_KEYS = ("target", "benchmark.tree_scoring", "benchmark.num_threads")
 DECLARED = {
     "fix_data": Declared(("fix_data",), paths=("fix_data.tables", "fix_data.image_folders")),
@@ -81,16 +87,10 @@ DECLARED = {
     "extract_hiddens": Declared(("target", "extract_hiddens"), free=("extract_hiddens.processes", "train_draft.checkpoints")),
     "init_draft": Declared(
         ("target", "init_draft", "train_draft.ttt_steps", "extract_hiddens.max_length"),
-        paths=("init_draft.from", "init_draft.draft_config_path"),
-        items=("checkpoint",),
+        paths=("init_draft.from", "init_draft.draft_config_path"), items=("checkpoint",),
     ),
     "check_overfit": Declared(
-        (
-            "target", "check_overfit",
-            *(f"train_draft.{key}" for key in (
-                "ttt_steps", "ttt_decay", "mask", "loss", "grad_clip", "checkpoints", "dtype", "seed",
-            )),
-        ),
+        ("target", "check_overfit", *_name_keys("train_draft", "ttt_steps ttt_decay mask loss grad_clip checkpoints dtype seed")),
         items=("checkpoint",),
     ),
     "train_draft": Declared(
@@ -100,8 +100,7 @@ DECLARED = {
             "train_draft.checkpoints.{checkpoint}",
             *_list_keys("train_draft", TrainDraft, but="checkpoints horizon_epochs"),
         ),
-        free=tuple(f"train_draft.{key}" for key in ("processes", "parallel", "report_to", "run_name")),
-        items=("checkpoint",),
+        free=_name_keys("train_draft", "processes parallel report_to run_name"), items=("checkpoint",),
     ),
     "import_draft": Declared(
         ("target", "import_draft.checkpoints.{checkpoint}"),
@@ -110,56 +109,42 @@ DECLARED = {
     "replay_trees": Declared(
         (
             "target",
-            "sample_target.temperature", "sample_target.top_p",  # what the second eval set should be drawn at
+            *_name_keys("sample_target", "temperature top_p"),  # what the second eval set should be drawn at
             *_list_keys("replay_trees", ReplayTrees, but="checkpoints"),
         ),
         free=(MAKERS,), items=("checkpoint",),
     ),
     "time_cycles": Declared(
-        ("target", *CELL_WORKLOAD, *(f"time_cycles.{key}" for key in ("workload", "trees", "accept_length")), SERVER),
+        ("target", *CELL_WORKLOAD, *_name_keys("time_cycles", "workload trees accept_length"), SERVER),
         free=SERVER_CONNECTION, items=("engine", "checkpoint"),
-        in_process=(
-            *TORCH_KEYS,
-            *(f"time_cycles.{key}" for key in (
-                "workload", "num_steps", "topk", "num_draft_tokens", "context", "warmup", "cycles", "repeats", "batches",
-            )),
-        ),
+        in_process=(*TORCH_KEYS, *_name_keys(
+            "time_cycles", "workload num_steps topk num_draft_tokens context warmup cycles repeats batches"
+        )),
     ),
     "prepare_prompts": Declared(
-        (
-            "target", "sample_target.thinking", "prepare_prompts.sets.{prompts}",
-            *(f"benchmark.workloads.{{workload}}.{key}" for key in (
-                "prompts", "num_prompts", "start", "stop", "turns", "input_tokens", "length_range", "warmup", "seed",
-            )),
-        ),
-        paths=("prepare_prompts.sets.{prompts}.from",),
-        items=("workload",),
+        ("target", "sample_target.thinking", "prepare_prompts.sets.{prompts}", *_name_keys(
+            "benchmark.workloads.{workload}", "prompts num_prompts start stop turns input_tokens length_range warmup seed"
+        )),
+        paths=("prepare_prompts.sets.{prompts}.from",), items=("workload",),
     ),
     "benchmark": Declared(
-        (
-            *TORCH_KEYS, *CELL_WORKLOAD,
-            *(f"benchmark.{key}" for key in (
-                "mode", "draft_sampling", "num_gpus_total", "num_gpus_per_model", "max_gpu_memory", "run_generated_code",
-            )),
-        ),
+        (*TORCH_KEYS, *CELL_WORKLOAD, *_name_keys(
+            "benchmark", "mode draft_sampling num_gpus_total num_gpus_per_model max_gpu_memory run_generated_code"
+        )),
         free=(MAKERS,), items=("workload", "checkpoint", "tree"),
     ),
     "benchmark_served": Declared(
-        ("target", *CELL_WORKLOAD, "benchmark.run_generated_code", "benchmark_served.interleave", SERVER),
+        (*SERVED_WORKLOAD, "benchmark_served.interleave", SERVER),
         free=SERVER_CONNECTION, items=("engine", "workload", "checkpoint", "tree"),
     ),
     "benchmark_served_baseline": Declared(
-        (
-            "target", *CELL_WORKLOAD, "benchmark.run_generated_code",
-            *_list_keys(SERVER, BenchmarkServer, but=NOT_OF_BASELINES),
-        ),
-        free=("benchmark_served.interleave", *(f"{SERVER}.{key}" for key in NOT_OF_BASELINES.split())),
-        items=("engine", "workload"),
+        (*SERVED_WORKLOAD, *_list_keys(SERVER, BenchmarkServer, but=NOT_OF_BASELINES)),
+        free=("benchmark_served.interleave", *_name_keys(SERVER, NOT_OF_BASELINES)), items=("engine", "workload"),
     ),
     "report": Declared(
         (
             "report", "target.model", "target.dtype",
-            *(f"benchmark.{key}" for key in ("workloads", "mode", "torch_workloads", "checkpoints", "trees", "draft_sampling")),
+            *_name_keys("benchmark", "workloads mode torch_workloads checkpoints trees draft_sampling"),
             "benchmark_served", "time_cycles", "import_draft.checkpoints",
             *(f"{stage}.checkpoints" for stage in ("init_draft", "train_draft", "replay_trees")),
         ),
@@ -238,14 +223,9 @@ def read_params(stage: str, *values: str) -> Params:
     maker = "init_draft" if stage == "check_overfit" else stage
     if maker in ("init_draft", "train_draft", "import_draft"):
         get_named(dict.fromkeys(getattr(params, maker).checkpoints), values[0], f"{maker}.checkpoints")
-    return restrict_params(params, instance)
-
-
-def restrict_params(params: Params, instance: Instance) -> Params:
-    declared = DECLARED[instance.stage]
-    return cast(
-        Params, _restrict(params, _fill_keys(params, instance, (*declared.list_keys(instance), *declared.free)))
-    )
+    declared = DECLARED[stage]
+    keys = _fill_keys(params, instance, (*declared.list_keys(instance), *declared.free))
+    return cast(Params, _restrict(params, keys))
 
 
 def _restrict(value: Any, keys: list[list[str]]) -> Any:
@@ -301,7 +281,9 @@ def _list_named(params: Params, instance: Instance) -> Iterator[tuple[str, Path]
     values = _dump(params)
     for parts in _fill_keys(params, instance, DECLARED[instance.stage].paths):
         key = ".".join(parts)
-        found = list(_list_paths(key, _get_value(values, parts)))
+        value, folder = _get_value(values, parts), TEMPLATES_FOLDER if key == "target.chat_template" else Path()
+        names = value if isinstance(value, list) else [value] if isinstance(value, str) else []
+        found = [folder / name for name in names if (folder / name).exists()]  # a model's id names no file
         yield from ((f"{key}.{number}" if len(found) > 1 else key, path) for number, path in enumerate(found))
 
 
@@ -330,20 +312,10 @@ def _list_leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _list_paths(key: str, value: Any) -> Iterator[Path]:
-    """Yield the files and folders that the value of a key names; a model's id is none."""
-    for name in value if isinstance(value, list) else [value] if isinstance(value, str) else []:
-        path = TEMPLATES_FOLDER / name if key == "target.chat_template" else Path(name)
-        if path.exists():
-            yield path
-
-
 def list_family_modules(stage: str, families: Collection[DraftFamily]) -> set[str]:
     """Return the modules of the families that a stage imports by name (stages/families/registry.py)."""
-    parts = FAMILY_PARTS.get(stage, ())
-    return {
-        f"stages/families/{family.module.format(part).replace('.', '/')}.py" for family in families for part in parts
-    }
+    modules = {family.module.format(part) for family in families for part in FAMILY_PARTS.get(stage, ())}
+    return {f"stages/families/{module.replace('.', '/')}.py" for module in modules}
 
 
 def _list_left_out(params: Params, instance: Instance) -> set[str]:

@@ -51,9 +51,7 @@ def check_target_folder(model: str, folder: Path, has_template: bool, trust_remo
     """
     check_file_kinds(folder)
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{PARAMS_FILE}: target.model {model} has no config.json, expected the folder of a transformers model"
-        )
+        raise ValueError(f"{PARAMS_FILE}: target.model {model} has no config.json, expected a folder of transformers")
     list_weight_files(folder)
     check_tokenizer_files(model, folder)
     if not has_template and not trust_remote_code and not _may_have_template(folder):
@@ -75,8 +73,7 @@ def list_weight_files(folder: Path) -> list[Path]:
     files = guarded_files.list_indexed_files(index, "get the target's weights again")
     if missing := [file.name for file in files if not file.exists()]:
         raise ValueError(
-            f"{folder} lacks {len(missing)} of the {len(files)} files of weights that its {INDEX_FILE} names: "
-            f"{list_first(missing, MAX_SHOWN)}; copy or download {'it' if len(missing) == 1 else 'them'} again"
+            f"{folder} lacks {list_first(missing, MAX_SHOWN)}, files of weights that its {INDEX_FILE} names; get them again"
         )
     return files
 

@@ -1,11 +1,15 @@
 """The sections of the target: target, prepare_target, extract_hiddens."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stages.params.section import Count, Dtype, FeatureLayers, Positive, Section, Seed, Source, Text
+from stages.params.section import BUILTIN, Count, Dtype, FeatureLayers, Positive, Section, Seed, Source, Text
+from stages.params.target_files import GGUF_SUFFIX
+
+TARGETS_FOLDER = Path("data/targets")  # of embedded targets that are shipped
 
 
 class Target(Section):
@@ -23,6 +27,30 @@ class Target(Section):
     feature_layers: FeatureLayers | None = None
     # a file in templates/, for a target without a correct chat template; null: the target's own
     chat_template: Annotated[str, Field(pattern=r"^[^/]+$")] | None = None
+
+    @property
+    def is_embedded(self) -> bool:
+        """Return whether prepare_target makes the target without a download, by its name: builtin/NAME."""
+        return self.model.startswith(BUILTIN)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.model.endswith(GGUF_SUFFIX)
+
+    def find_file(self, name: str) -> Path | None:
+        """Return a file of the target, of a Hub id that in the local cache; None where it is not on this machine."""
+        folder = TARGETS_FOLDER / self.model.removeprefix(BUILTIN) if self.is_embedded else Path(self.model)
+        if (folder / name).is_file():
+            return folder / name
+        if self.is_embedded or self.is_gguf:
+            return None
+        from huggingface_hub import try_to_load_from_cache  # where the target is an id
+
+        try:
+            found = try_to_load_from_cache(self.model, name, revision=self.revision)
+        except ValueError:  # the name is no id
+            return None
+        return Path(found) if isinstance(found, str) else None
 
     def gpus(self, processes: int = 1) -> list[int]:
         """Return the visible GPUs of a stage: the one named by `device`, or one for each of several processes."""

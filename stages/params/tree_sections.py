@@ -65,10 +65,7 @@ class ReplayTrees(TreeGrid):
 
     def list_conflicts(self) -> Iterator[str]:
         if not self.list_trees():
-            yield (
-                f"no tree of num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens {self.num_draft_tokens} can be "
-                "built; write smaller num_draft_tokens"
-            )
+            yield "no tree of num_steps, topk and num_draft_tokens can be built; write smaller num_draft_tokens"
 
     def list_traced_trees(self, grid: list[TreeShape]) -> list[TreeShape]:
         """Return the trees of `trace_trees`, which may be outside the grid, or those that null stands for."""
@@ -114,7 +111,6 @@ class TimeCycles(TreeGrid):
         if len(trees) < MIN_TIMED_TREES:
             which = f" no deeper than the {num_drafts} drafts of a block" if num_drafts else ""
             raise ValueError(
-                f"time_cycles.num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens {self.num_draft_tokens} make "
-                f"{len(trees)} trees{which}, expected at least {MIN_TIMED_TREES} for a fit; write longer lists"
+                f"time_cycles.num_steps, topk and num_draft_tokens make {len(trees)} trees{which}, expected {MIN_TIMED_TREES}"
             )
         return trees

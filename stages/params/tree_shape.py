@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 ScoringName = Literal["sglang", "eagle"]  # how the nodes of a tree are scored (trees/draft_tree.py)
+NOTATIONS = {"s": "s<depth>_<nodes>", "n": "n<longest>_<shortest>_<length>", "l": "l<window>_<level>_<guesses>",
+             "x": "x<tokens>_<length>"}  # fmt: skip
 SGLANG_SCORING: ScoringName = "sglang"  # the default: products of probabilities
 
 
@@ -64,8 +66,7 @@ class TreeShape:
         tree = cls(*map(int, match.groups()))
         if tree.topk == 1 and tree.num_steps and tree.num_draft_tokens != tree.num_steps + 1:
             raise ValueError(
-                f"{name}: at topk 1 a tree is a chain of num_steps drafts and the root, as SGLang forces; "
-                f"write t{tree.num_steps}_1_{tree.num_steps + 1}"
+                f"{name}: at topk 1 a tree is a chain and the root; write t{tree.num_steps}_1_{tree.num_steps + 1}"
             )
         tree.check()
         if tree.name != name:  # a tree has one name: it is part of paths
@@ -76,7 +77,7 @@ class TreeShape:
         """Raise ValueError for a tree that can't be built with any draft."""
         if min(self.num_steps, self.topk) < 1 or self.num_draft_tokens < 2:
             raise ValueError(
-                f"{self.name}: expected num_steps and topk of 1 or more, and num_draft_tokens of 2 or more (root counted)"
+                f"{self.name}: expected num_steps and topk of 1 or more, and num_draft_tokens of 2 or more"
             )
         if self.num_draft_tokens - 1 > self.num_candidates:
             raise ValueError(
@@ -106,41 +107,29 @@ def parse_shape(name: str) -> TreeShape:
     match = re.fullmatch(r"([snlx])([1-9][0-9]*(?:_[1-9][0-9]*)*)", name)
     if not match:
         return TreeShape.parse(name)
-    kind, numbers = match[1], tuple(map(int, match[2].split("_")))
-    wanted = {
-        "s": "s<depth>_<nodes>",
-        "n": "n<longest>_<shortest>_<length>",
-        "l": "l<window>_<level>_<guesses>",
-        "x": "x<tokens>_<length>",
-    }[kind]
-    if len(numbers) != wanted.count("<"):
-        raise ValueError(f"{name!r} is no shape; write {wanted}")
-    if kind == "s":
-        depth, nodes = numbers
-        if nodes <= depth:
-            raise ValueError(
-                f"{name}: a tree of depth {depth} has more than {depth} nodes, the root counted; found {nodes}"
+    numbers = tuple(map(int, match[2].split("_")))
+    match match[1], numbers:
+        case "s", (depth, nodes):
+            sizes, expected = (depth, nodes - 1, nodes), f"more than {depth} nodes, the root counted, at depth {depth}"
+            is_possible = nodes > depth
+        case "n", (longest, shortest, length):
+            sizes, expected = (length, 1, length + 1), f"a shortest n-gram of at most the longest, {longest} tokens"
+            is_possible = shortest <= longest
+        case "x", (most_tokens, length):
+            sizes, expected = (length, 1, length + 1), f"more tokens together with the suffix than {length}"
+            is_possible = most_tokens > length
+        case "l", (window, level, guesses):
+            # The window's nodes, the root among them, and the guesses, all of which a pass verifies.
+            sizes, expected = (
+                (level - 1, guesses, (level - 1) * (window + guesses)),
+                "n-grams (level) of 2 tokens or more",
             )
-        return NamedShape(depth, nodes - 1, nodes, name, numbers)
-    if kind == "n":
-        longest, shortest, length = numbers
-        if shortest > longest:
-            raise ValueError(
-                f"{name}: the shortest n-gram is of {shortest} tokens, expected at most the longest, {longest}"
-            )
-        return NamedShape(length, 1, length + 1, name, numbers)
-    if kind == "x":
-        most_tokens, length = numbers
-        if length >= most_tokens:
-            raise ValueError(
-                f"{name}: suffix and guesses together have {most_tokens} tokens, expected more than {length}"
-            )
-        return NamedShape(length, 1, length + 1, name, numbers)
-    window, level, guesses = numbers
-    if level < 2:
-        raise ValueError(f"{name}: level is {level}, expected n-grams of 2 tokens or more")
-    # The window's nodes, the root among them, and the guesses, all of which a pass verifies.
-    return NamedShape(level - 1, guesses, (level - 1) * window + guesses * (level - 1), name, numbers)
+            is_possible = level >= 2
+        case kind, _:
+            raise ValueError(f"{name!r} is no shape; write {NOTATIONS[kind]}")
+    if not is_possible:
+        raise ValueError(f"{name}: expected {expected}, found {', '.join(map(str, numbers))}")
+    return NamedShape(*sizes, name, numbers)
 
 
 class Load(NamedTuple):

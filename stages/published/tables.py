@@ -109,10 +109,7 @@ class _Publication(_FileSection):
             own = [name] if name in METRICS else []
             if re.fullmatch(r"\w+", metric.definition) and metric.definition not in (*own, UNKNOWN):
                 expected = ", ".join([*own, UNKNOWN])
-                raise ValueError(
-                    f"{name}.definition: expected {expected} or a sentence, found {metric.definition!r}; our metrics are "
-                    f"{', '.join(METRICS)}"
-                )
+                raise ValueError(f"{name}.definition: expected {expected} or a sentence, found {metric.definition!r}")
         return self
 
 
@@ -154,7 +151,7 @@ def read_publication(path: Path) -> list[PublishedRow]:
     ]
     if unused := set(file.metrics) - {row.metric for row in rows}:
         raise ValueError(
-            f"{path}: metrics: no table has {', '.join(sorted(unused))}; name the column so, or leave the metric out"
+            f"{path}: metrics: no table has {', '.join(sorted(unused))}; name the column so, or leave it out"
         )
     return rows
 

@@ -31,9 +31,7 @@ def main(recipe_file: str, params_file: str) -> None:
     name, p = Path(recipe_file).stem, schema.load_params(Path(params_file))
     recipe, _ = schema.read_recipe(Path(recipe_file))
     if recipe is None:
-        raise ValueError(
-            f"{recipe_file} has no block `recipe`, expected one that says what it reproduces; see recipes/"
-        )
+        raise ValueError(f"{recipe_file} has no block `recipe`, expected one; see recipes/")
     comparisons, left_out = match_published_numbers(recipe, p.target.model, published.read_publications())
     groups = itertools.groupby(comparisons, lambda compared: compared.published.publication)
     loader = FileSystemLoader(Path(__file__).parent / "templates")

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from stages.cells.record import Record
 from stages.data import preview, readers
 from stages.params import schema
-from stages.reproduce import target_size
+from stages.params.target_sections import Target
 from stages.target import foreign_files
 
 SAMPLED_ROWS = 100  # of each file
@@ -107,7 +107,7 @@ def _sample_raw(p: schema.Params) -> RawSample | None:
     if is_hub or sum(file.stat().st_size for file in files) > MOST_BYTES:
         return None
     counts, kept, seen = Counter[str](), Counter[str](), Counter[str]()
-    count_tokens, prompts = _load_counter(p.target.model, p.target.revision), list[int]()
+    count_tokens, prompts = _load_counter(p.target), list[int]()
     try:
         for row in preview.preview_rows(p.fix_data, SAMPLED_ROWS, counts):
             seen[row.source] += 1
@@ -123,9 +123,9 @@ def _sample_raw(p: schema.Params) -> RawSample | None:
     return RawSample(conversations, len(prompts) / kept.total(), mean(prompts))
 
 
-def _load_counter(model: str, revision: str | None) -> Callable[[str], int]:
+def _load_counter(target: Target) -> Callable[[str], int]:
     """Return what counts a text's tokens: the target's tokenizer where it is here."""
-    file = target_size.find_target_file(model, revision, "tokenizer.json")
+    file = target.find_file("tokenizer.json")
     if file is None:
         return lambda text: math.ceil(len(text) / CHARS_A_TOKEN)
     with foreign_files.refuse_unreadable(str(file), "a tokenizer"):

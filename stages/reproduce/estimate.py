@@ -28,8 +28,8 @@ from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.draft_sections import MOST_BATCH_TOKENS
+from stages.params.engines import expand_urls
 from stages.params.families import ROOT_FAMILY, BlockSegment
-from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes
 from stages.reproduce import data_size
 from stages.reproduce.block_flop import BlockCounts, count_block_flop
@@ -275,7 +275,7 @@ class _Run:
             result.add_disk("import_draft", "imported drafts", 2 * total * len(imported), derivation)
             result.download_bytes += 2 * total * sum(not Path(draft.model).is_dir() for draft in imported.values())
         parameters = self.target.parameters
-        if m.model.startswith("builtin/"):
+        if p.target.is_embedded:
             result.add_disk("prepare_target", "target", 4 * parameters, f"{format_count(parameters)} * 4 bytes")
         elif not Path(m.model).exists():
             result.download_bytes += 2 * parameters

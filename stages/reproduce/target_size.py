@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from stages.draft import supported_targets
-from stages.params import schema, target_files
+from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
+from stages.params.target_sections import Target
 from stages.runtime import guarded_files
 from stages.target import foreign_files, gguf_target, loading
 from stages.target.manifest import TargetManifest
@@ -39,8 +39,8 @@ class TargetSize:
 def read_target_size(p: schema.Params) -> TargetSize:
     """Return the target's size. Raises ValueError where no config of the target is here."""
     with foreign_files.refuse_unreadable(p.target.model, "a config by which transformers builds its class"):
-        config, source = _find_config(p.target.model, p.target.revision)
-        if p.target.model.endswith(target_files.GGUF_SUFFIX):
+        config, source = _find_config(p.target)
+        if p.target.is_gguf:
             supported_targets.check_target_config(p, config)
         manifest = supported_targets.describe_target(
             p.target.model, p.target.revision, config, TARGETS_FOLDER, p.target.feature_layers
@@ -48,31 +48,22 @@ def read_target_size(p: schema.Params) -> TargetSize:
         return TargetSize(manifest, source, *_count_parameters(config))
 
 
-def _find_config(model: str, revision: str | None) -> tuple[PretrainedConfig, str]:
+def _find_config(target: Target) -> tuple[PretrainedConfig, str]:
     """Return the config of recipes/targets/, of the target's own folder, or of the Hugging Face cache, and its origin."""
+    model = target.model
     path = TARGETS_FOLDER / f"{model.rstrip('/').rsplit('/', 1)[-1]}.json"
     if path.is_file():
         recorded = guarded_files.read_json(path, f"restore it: git checkout {path}", root=path.parent)
         return CONFIG_MAPPING[recorded["config"]["model_type"]].from_dict(recorded["config"]), recorded["recorded_from"]
-    if model.endswith(target_files.GGUF_SUFFIX) and Path(model).is_file():
+    if target.is_gguf and Path(model).is_file():
         return gguf_target.read_gguf_target(Path(model)).model.config, "its own metadata"
-    own = find_target_file(model, revision, "config.json")
+    own = target.find_file("config.json")
     if own and guarded_files.read_json(own, foreign_files.REMEDY).get("model_type") in CONFIG_MAPPING:
         return foreign_files.read_config(own.parent), "its own config.json"
     known = ", ".join(sorted(file.stem for file in TARGETS_FOLDER.glob("*.json")))
     raise ValueError(
-        f"{path} not found, expected a recorded config.json of {model}, as {known}; run: hf download {model} config.json"
+        f"{path} not found, expected a config.json of {model}, as {known}; run: hf download {model} config.json"
     )
-
-
-def find_target_file(model: str, revision: str | None, name: str) -> Path | None:
-    """Return a file of the target's own folder, of a shipped target's, or of the Hugging Face cache; None without it."""
-    for folder in (Path(model), Path("data/targets", model.rpartition("/")[2])):
-        if (folder / name).is_file():
-            return folder / name
-    is_hub_id = not Path(model).is_absolute() and model.count("/") <= 1
-    cached = try_to_load_from_cache(model, name, revision=revision) if is_hub_id else None
-    return Path(cached) if isinstance(cached, str) else None
 
 
 def _count_parameters(config: PretrainedConfig) -> tuple[int, int, int, int, bool]:

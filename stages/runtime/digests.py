@@ -1,9 +1,9 @@
 """Digests of files: of their bytes, and of code without its remarks. Kept in `.scratch` by a file's size, time and inode."""
 
-import ast
 import hashlib
+import io
 import json
-import re
+import tokenize
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,12 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 KEPT_DIGESTS = Path(".scratch/digests.json")
-# A comment is a # outside of strings; in the syntax of Python 3.11, the oldest supported, no f-string holds its own quotes.
-STRING_OR_COMMENT = re.compile(
-    r'''(?P<string>"""(?:[^\\"]+|\\.|"(?!""))*"""|\'\'\'(?:[^\\']+|\\.|'(?!''))*\'\'\''''
-    r"""|"(?:[^"\\\n]+|\\.)*"|'(?:[^'\\\n]+|\\.)*')|#[^\n]*""",
-    re.DOTALL,
-)
+STATEMENT_STARTS = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)  # the token before
 THREADS = 8  # of a folder's files; hashing and reading release the interpreter
 
 
@@ -26,6 +21,9 @@ class KeptDigests:
 
     known: dict[str, list[str]] = field(default_factory=dict)  # "kind path" -> its state, what was found
     used: dict[str, list[str]] = field(default_factory=dict)
+    code: dict[tuple[object, ...], dict[str, str]] = field(
+        default_factory=dict
+    )  # digest_stage's, of this look at the files
 
     @classmethod
     def read(cls) -> "KeptDigests":
@@ -98,31 +96,19 @@ def cut_remarks(text: str) -> str:
 
     They are cut by position: a dump of the syntax tree differs between versions. Lines within a string stay as they are.
     """
-    tree = ast.parse(text)
-    lines = STRING_OR_COMMENT.sub(lambda found: found["string"] or "", text).split("\n")  # as the parser counts them
-    quoted = set[int]()  # rows that end in a string
-    for found in STRING_OR_COMMENT.finditer(text):
-        first = text.count("\n", 0, found.start()) + 1
-        quoted |= set(range(first, first + (found["string"] or "").count("\n")))
-    cut = {row for node in _list_docstrings(tree, lines) for row in range(node.lineno, (node.end_lineno or 0) + 1)}
-    kept = []
-    for row, line in enumerate(lines, 1):
-        if row in cut:
-            continue
-        line = line if row in quoted else line.rstrip()
-        if line or row in quoted:
-            kept.append(line)
-    return "\n".join(kept)
-
-
-def _list_docstrings(tree: ast.Module, lines: list[str]) -> Iterator[ast.Expr]:
-    """Yield the docstrings that stand on rows of their own."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
-            continue
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            before = lines[first.lineno - 1].encode()[: first.col_offset]
-            behind = lines[(first.end_lineno or 0) - 1].encode()[first.end_col_offset :]
-            if not before.strip() and not behind.strip():
-                yield first
+    lines, cut = text.split("\n"), set[int]()
+    last, docstring = tokenize.NEWLINE, None
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        row = token.start[0] - 1
+        if token.type == tokenize.COMMENT:
+            lines[row] = lines[row][: token.start[1]]
+        elif token.type in (tokenize.NL, tokenize.NEWLINE):
+            lines[row] = lines[row].rstrip()
+            if token.type == tokenize.NEWLINE and docstring is not None:
+                cut |= set(range(docstring, row + 1))
+            elif not lines[row]:
+                cut.add(row)
+        if token.type not in (tokenize.COMMENT, tokenize.NL):  # a string that is a statement of its own
+            docstring = row if token.type == tokenize.STRING and last in STATEMENT_STARTS else None
+            last = token.type
+    return "\n".join(line for row, line in enumerate(lines) if row not in cut).rstrip("\n")

@@ -114,9 +114,7 @@ def list_indexed_files(index: Path, remedy: str) -> list[Path]:
     """Return the safetensors files that the index beside them names. Raises BrokenArtifactError, also for a file elsewhere."""
     names = read_json(index, remedy, root=index.parent).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise BrokenArtifactError(
-            f"{index}: expected weight_map with a file for each tensor, found {names!r:.60}", remedy
-        )
+        raise BrokenArtifactError(f"{index}: expected a file for each tensor, found {names!r:.60}", remedy)
     if elsewhere := [name for name in names.values() if not re.fullmatch(r"[^/\\\0]+\.safetensors", name)]:
         raise BrokenArtifactError(f"{index} names {elsewhere[0]!r:.60}, expected safetensors files beside it", remedy)
     return [index.parent / name for name in sorted(set(names.values()))]

@@ -27,10 +27,7 @@ def open_user_folder(tmpdir: Path | None = None) -> Path:
             if stat.S_IMODE(found.st_mode) != 0o700:
                 folder.chmod(0o700)
             return folder
-    raise ValueError(
-        f"{folder} belongs to another user or is no folder, expected a folder of your own for locks; set TMPDIR to a "
-        "folder of yours"
-    )
+    raise ValueError(f"{folder} belongs to another user or is no folder; set TMPDIR to a folder of yours")
 
 
 def open_lock_file(folder: Path, name: str) -> TextIO:

@@ -30,8 +30,11 @@ def digest_stage(
     `families` are the modules of the families of drafts that this instance runs, which it imports by name; `left_out` are
     modules that it imports and never runs, as those of another engine.
     """
-    files = sorted(find_code(stage, kept, families, left_out, root))
-    return {file: kept.find("code", root / file, digest_code) for file in files}
+    key = stage, frozenset(families), frozenset(left_out), root  # of all cells of a stage and a family
+    if key not in kept.code:
+        files = sorted(find_code(stage, kept, families, left_out, root))
+        kept.code[key] = {file: kept.find("code", root / file, digest_code) for file in files}
+    return kept.code[key]
 
 
 def find_code(
@@ -77,8 +80,6 @@ def _read_imports(file: Path) -> str:
             named += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             if node.level:
-                raise ValueError(
-                    f"{file}:{node.lineno}: relative import; write it from the root, as stages.runtime.atomic"
-                )
+                raise ValueError(f"{file}:{node.lineno}: relative import; write stages.NAME")
             named += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
     return " ".join(sorted({f"{name.replace('.', '/')}.py" for name in named if name.split(".")[0] == CODE}))

@@ -12,7 +12,7 @@ from stages.engines import client, http_session, registry
 from stages.engines.gpu_memory import list_visible_gpus
 from stages.engines.protocol import SamplingLaunch, ServingEngine
 from stages.engines.server import ServerGroup, ServerProcess
-from stages.params import server_urls
+from stages.params import engines
 from stages.params.target_sections import Target
 from stages.runtime.free_port import find_free_port
 from stages.runtime.machine import list_named_gpus
@@ -40,7 +40,7 @@ def open_servers(
     limits = s.concurrency, s.timeout_s, s.attempts
     if s.launch is None:
         _warn_of_date(context)
-        urls = server_urls.expand_urls(s.base_urls)
+        urls = engines.expand_urls(s.base_urls)
         secret = http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION)
         return lambda: client.ChatClient(urls, s.model or t.model, *limits, secret)
     logs = scratch_folder.parent  # they outlive the run, to explain a failure

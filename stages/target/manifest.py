@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.params import target_files
+from stages.params.section import BUILTIN
 from stages.runtime import atomic
 from stages.telemetry import stage_log
 
@@ -69,11 +70,6 @@ class TargetManifest:
         return f"{self.model}, {self.weights}" if self.weights else self.model
 
 
-def lie_beside_manifest(model: str) -> bool:
-    """Return whether the weights of a target are next to target.json: of a builtin target, and of a GGUF file."""
-    return model.startswith("builtin/") or model.endswith(target_files.GGUF_SUFFIX)
-
-
 def write_manifest(path: Path, manifest: TargetManifest) -> None:
     atomic.write_json(path / "target.json", asdict(manifest))
 
@@ -93,7 +89,9 @@ def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER)
 
     Raises ValueError where a local folder's weights have changed since prepare_target.
     """
-    if lie_beside_manifest(manifest.model):
+    if manifest.model.startswith(BUILTIN) or manifest.model.endswith(
+        target_files.GGUF_SUFFIX
+    ):  # made by prepare_target
         return path
     if Path(manifest.model).is_dir():
         folder = Path(manifest.model)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Event
 
 from stages.params import stage_inputs
 from stages.params.schema import load_params
@@ -24,39 +23,29 @@ def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
     """Run a stage's `main` with the words of the command line and log the run.
 
     `list_gpus` gives the GPUs whose energy is counted, as indices into CUDA_VISIBLE_DEVICES; None for all. An error that the
-    user can correct is printed as one message, and the process exits with 1; after Ctrl-C with 130.
+    user can correct is printed as one message, and the process exits with 1; after Ctrl-C with 130. It leaves when the error is
+    gone, and with it the arrays that it kept alive: out of memory, what runs at the exit would else end in a traceback too.
     """
     filter_terminal()
     _keep_compiled_code()
+    started, stage, status = time.time(), _name_stage(sys.argv), ""
     with watch_ctrl_c() as interrupted:
-        _run_watched(main, list_gpus, interrupted)
+        try:
+            _run_main(main, list_gpus, stage)
+            return
+        except (KeyboardInterrupt, Exception) as error:
+            if isinstance(error, KeyboardInterrupt) or interrupted.is_set():
+                if os.environ.get("RANK") is None:  # the process that has started the ranks says it for them
+                    resumed = scratch.list_notes(started).get(stage) or "from its beginning"
+                    print(f"aerie: {stage} stopped; run again to go on {resumed}", file=sys.stderr)
+            elif problem := explain_machine_error(error, stage) or (isinstance(error, ValueError) and str(error)):
+                status = escape_controls(f"aerie: {problem}")
+            else:
+                raise
+    sys.exit(status or INTERRUPTED)
 
 
-def _run_watched(main: Callable[..., None], list_gpus: Callable[[], list[int] | None], interrupted: Event) -> None:
-    """Run `main`. Leaves by SystemExit after the error is gone, and with it the arrays that it kept alive.
-
-    Out of memory, what runs at the exit would else end in a traceback of its own, below our line.
-    """
-    status: str | int | None = None
-    started = time.time()
-    try:
-        _run_main(main, list_gpus)
-    except (KeyboardInterrupt, Exception) as error:
-        if isinstance(error, KeyboardInterrupt) or interrupted.is_set():
-            if os.environ.get("RANK") is None:  # the process that has started the ranks says it for them
-                print(f"aerie: {describe_stop(_stage_name(sys.argv), started)}", file=sys.stderr)
-            status = INTERRUPTED
-        elif problem := explain_machine_error(error, _stage_name(sys.argv)):
-            status = f"aerie: {problem}"
-        elif isinstance(error, ValueError):
-            status = f"aerie: {error}"
-        else:
-            raise
-    if status is not None:
-        sys.exit(escape_controls(status) if isinstance(status, str) else status)
-
-
-def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | None]) -> None:
+def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | None], stage: str) -> None:
     """Run `main` with the words of the command line, with its note of unfinished work and its line in the log."""
     signature = inspect.signature(main)
     words = split_stage_name(sys.argv[1:])
@@ -68,7 +57,6 @@ def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
     is_stage = Path(sys.argv[0]).parent.name == "stages"  # stages/reproduce is started like one and is none
     with ExitStack() as watched:
         if is_stage:
-            stage = _stage_name(sys.argv)
             if os.environ.get("DVC_STAGE", "inputs") != "inputs" and "RANK" not in os.environ:
                 stage_inputs.check_inputs(os.environ["DVC_STAGE"])
                 if stage_inputs.RUN_MARK_VARIABLE not in os.environ and (dvc := stage_inputs.identify_dvc()):
@@ -95,11 +83,6 @@ def _keep_compiled_code() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
-def describe_stop(stage: str, since: float) -> str:
-    """Return a line on where the stage, which began at `since`, goes on after Ctrl-C."""
-    return f"{stage} stopped; run again to go on {scratch.list_notes(since).get(stage) or 'from its beginning'}"
-
-
 def split_stage_name(words: list[str]) -> list[str]:
     """Return the arguments of a stage; for one word such as `benchmark@eval-e003-t5_1_6`, the parts behind the @.
 
@@ -114,7 +97,7 @@ def split_stage_name(words: list[str]) -> list[str]:
     return words[0].rpartition("@")[2].split("-")
 
 
-def _stage_name(argv: list[str]) -> str:
+def _name_stage(argv: list[str]) -> str:
     """Return the stage's name in dvc.yaml, whether the command line gives that name or its parts."""
     if len(argv) == 2 and "@" in argv[1]:
         return argv[1]

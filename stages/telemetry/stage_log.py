@@ -43,7 +43,7 @@ class StageRun:
     seconds: float
     gpus: list[str]  # names of the GPUs it used
     joules: float | None  # of all these GPUs, by their own counters; None where one does not count
-    waits: dict[str, float | None] = field(default_factory=dict)  # the fields of StageWaits; {} in older lines
+    waits: dict[str, float | None] = field(default_factory=dict)  # those of WaitMeter.read; {} in older lines
     process_s: float | None = None  # CPU time, of its own processes too; None in lines written before it was recorded
 
 
@@ -63,7 +63,7 @@ def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Ite
     process_s = round(_read_process_seconds() - process_started, 2)
     versions = {package: version(package) for package in PACKAGES if package in sys.modules}
     seconds = round(time.perf_counter() - started, 2)
-    measured = meter.names(), meter.joules(), asdict(waits.read()), process_s
+    measured = meter.names(), meter.joules(), waits.read(), process_s
     run = StageRun(stage, began, time.time_ns(), versions, seconds, *measured)
     try:
         LOG_FILE.parent.mkdir(exist_ok=True)
@@ -97,17 +97,6 @@ def read_log() -> list[StageRun]:
 # Waits
 
 
-@dataclass(frozen=True)
-class StageWaits:
-    """Seconds; None where there was nothing of the kind."""
-
-    import_s: float  # from the start of the process until the stage's `main`
-    first_kernel_s: float | None  # from there too, until CUDA is ready for its first kernel
-    load_s: float | None  # reading weights and moving them to the device
-    server_s: float | None  # from the start of servers until they answer
-    compile_s: float | None  # torch.compile's: all graphs, forward and backward
-
-
 class WaitMeter:
     """Waits of this process, from before `main` to its end."""
 
@@ -119,12 +108,17 @@ class WaitMeter:
         if call_when_ready is not None:  # torch calls it at the end of CUDA's start, or at once where that has been
             call_when_ready(self._note_first_kernel)
 
-    def read(self) -> StageWaits:
-        """Return the waits so far."""
+    def read(self) -> dict[str, float | None]:
+        """Return the seconds so far, None where there was nothing of the kind."""
         dynamo = sys.modules.get("torch._dynamo.utils")  # not loaded where nothing has been compiled
         compile_s = dynamo.calculate_time_spent().get("total_wall_time", 0.0) if dynamo else 0.0
-        others = (round(seconds, 2) or None for seconds in (_counted["load"], _counted["server"], compile_s))
-        return StageWaits(round(self._import_s, 2), self._first_kernel_s, *others)
+        return {
+            "import_s": round(self._import_s, 2),  # from the start of the process until the stage's `main`
+            "first_kernel_s": self._first_kernel_s,  # from there too, until CUDA is ready for its first kernel
+            "load_s": round(_counted["load"], 2) or None,  # reading weights and moving them to the device
+            "server_s": round(_counted["server"], 2) or None,  # from the start of servers until they answer
+            "compile_s": round(compile_s, 2) or None,  # torch.compile's: all graphs, forward and backward
+        }
 
     def _note_first_kernel(self) -> None:
         self._first_kernel_s = round(_get_process_age(), 2)

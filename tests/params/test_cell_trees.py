@@ -3,7 +3,6 @@
 from typing import Any
 
 from stages.params import schema
-from stages.params.cell_trees import describe_left_out
 from tests.conftest import EAGLE3
 from tests.params.params_edits import list_problems, set_values
 
@@ -49,7 +48,7 @@ def test_a_tree_deeper_than_a_block_is_left_out_for_that_draft_alone() -> None:
     assert left_out("benchmark") == {
         ("dflash", "t8_2_16"), ("dspark", "t8_2_16"), ("dflash2", "t8_2_16"), ("dspark", "t7_1_8"), ("dflash2", "t5_4_16"),
     }  # fmt: skip
-    lines = describe_left_out(schema.load_params().list_left_out_trees())
+    lines = schema.load_params().describe_left_out_trees()
     assert "left out of benchmark: t8_2_16 with dflash, dflash2: it is deeper than the 7 drafts of a block" in lines
     assert any(
         line.startswith("left out of benchmark: t5_4_16 with dflash2: its topk is above the 3") for line in lines
@@ -75,7 +74,7 @@ def test_the_committed_trees_can_all_be_replayed() -> None:
 def test_a_tree_that_one_of_several_engines_runs_is_left_out_for_the_others() -> None:
     served = (["e009"], ["t8_2_16"])
     name_cells((["e009"], ["t8_2_16"]), served, engines=["sglang", "vllm"])
-    (line,) = describe_left_out(schema.load_params().list_left_out_trees())
+    (line,) = schema.load_params().describe_left_out_trees()
     assert line.startswith("left out of benchmark_served, vllm: t8_2_16 with e009: vLLM drafts chains only")
     name_cells((["e009"], ["t8_2_16"]), served, engines=["vllm"])
     (line,) = list_problems()

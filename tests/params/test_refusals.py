@@ -24,7 +24,7 @@ TEXT_EDITS = [  # of the text of params.yaml: old, new, how the problem begins
     ("[e003, e009]", "[zzz]", "replay_trees.checkpoints: no checkpoint 'zzz'"),
     # segments of other families
     (SECOND, f"{SECOND}\n    {HEADS.replace('e000', 'e003')}", "train_draft: checkpoints.heads is of medusa"),
-    (SECOND, f"{SECOND}\n    {FLASH}\n    {MORE}", "train_draft: checkpoints.more.layers is 3, but 2 in flash"),
+    (SECOND, f"{SECOND}\n    {FLASH}\n    {MORE}", "train_draft: checkpoints.more.layers is 3, expected 2 as flash"),
     # trees and grids
     ("t8_2_16,", "8_2_16,", "benchmark.trees.3: expected text, found 8216; YAML reads 8_2_16 as the number 8216"),
     ("t8_2_16,", "t8_2_32,", "benchmark.trees: t8_2_32 "),
@@ -77,7 +77,7 @@ VALUES: list[tuple[tuple[str, ...], Any, str]] = [  # key path, value, how the p
     (SERVED_BY, {"baseline": "http://gpu2:6000-6007"}, ".baseline: expected text matching"),
     *((("benchmark", "workloads", "chat"), EVAL | changes, end) for changes, end in (
         ({"prompts": "mtbench"}, ".prompts is 'mtbench' (did you mean mt_bench?), expected"),
-        ({"prompts": "alpaca", "grade": True}, ".grade is true with prompts: alpaca"),
+        ({"prompts": "alpaca", "grade": True}, ".grade is true, expected prompts with references"),
         (RANDOM | {"input_tokens": None}, ": input_tokens is None with prompts: random"),
         ({"start": 4, "stop": 4}, ": stop is 4, expected more than start, 4"),
         ({"request_rate": "slow"}, ".request_rate: expected 'inf', found 'slow'"),

@@ -47,4 +47,4 @@ def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
     assert schema.load_params().benchmark.processes == 3
     edit_params_text(*two)
     (line,) = list_problems()
-    assert line.startswith("benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1")
+    assert line.startswith("benchmark.num_gpus_per_model is 2, expected 1")

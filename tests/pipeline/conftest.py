@@ -159,10 +159,7 @@ def finished_run(project: Project, made_once: Path) -> Project:
 
 @pytest.fixture(scope="session")
 def prefect_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database of Prefect without rows, to start a server on a copy of: a server makes its own in 13 s of a core.
-
-    That of test_flows makes its own, as a user's first one does.
-    """
+    """A database of Prefect without rows, to start a server on a copy of: a server makes its own in 13 s of a core."""
     with share_path(tmp_path_factory, "prefect.db") as database:
         if not database.exists():
             home = tmp_path_factory.mktemp("tables")

@@ -26,12 +26,14 @@ PATIENCE = 120_000  # milliseconds: a machine at other work
 
 # A benchmark of benchmark.trees: a row for each tree, whose tau is computed from its name.
 MEASURE = """
+import os
 from ruamel.yaml import YAML
 
 rows = ["tree,tau"]
 for tree in YAML(typ="safe").load(open("params.yaml"))["benchmark"]["trees"]:
     steps, topk, tokens = map(int, tree[1:].split("_"))
     rows.append(f"{tree},{steps + topk / tokens}")
+os.makedirs("results", exist_ok=True)
 open("results/benchmark.csv", "w").write("\\n".join([*rows, ""]))
 """
 
@@ -130,9 +132,6 @@ def open_artifact(server: Server, page: Any, run: str, name: str) -> None:
 
 def test_a_run_is_started_from_the_form_and_its_table_is_of_the_forms_trees(server: Server, page: Any) -> None:
     """Bug: the table looked for was a constant of the fixture, also found when the form's parameters were ignored."""
-    first = server.run()
-    assert server.ended(first)["type"] == "COMPLETED"
-    assert json.loads(server.artifacts(first)["benchmark"]["data"]) == [{"tree": "t5_1_6", "tau": "5.167"}]
     page.goto(f"http://127.0.0.1:{server.port}/deployments")
     log_in(server, page)
     page.locator("a[href*='/deployments/deployment/']", has_text="sweep").first.click()

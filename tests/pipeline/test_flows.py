@@ -20,6 +20,7 @@ import pytest
 from pipeline import password, processes, serve
 from stages.runtime import free_port
 from tests.conftest import has_ended
+from tests.pipeline.conftest import make_served
 
 REPO = Path(__file__).resolve().parents[2]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -146,9 +147,15 @@ def run_server(project: Any, home: Path, tables: Path | None = None) -> Iterator
 
 
 @pytest.fixture(scope="session")
-def server(served_project: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with run_server(served_project, tmp_path_factory.mktemp("prefect")) as started:
+def server(served_project: Any, prefect_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with run_server(served_project, tmp_path_factory.mktemp("prefect"), prefect_tables) as started:
         yield started
+
+
+@pytest.mark.long
+def test_a_first_start_makes_its_own_database(tmp_path: Path) -> None:
+    with run_server(make_served(tmp_path), tmp_path / "prefect") as started:
+        assert started.ended(started.run())["type"] == "COMPLETED"
 
 
 def test_a_run_shows_the_graph_the_outcomes_and_the_table(server: Server) -> None:
@@ -292,10 +299,11 @@ def test_a_make_ui_whose_server_dies_under_a_run_says_so_and_ends(server: Server
     wait_for(server.up, 600)
 
 
-def test_a_run_without_a_server_is_refused_in_one_line(project: Any, tmp_path: Path) -> None:
+def test_a_worker_without_a_server_is_refused_in_one_line(project: Any, tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     env |= {"PYTHONPATH": str(REPO), "PREFECT_HOME": str(tmp_path), "PREFECT_API_URL": "http://127.0.0.1:9/api"}
-    command = [sys.executable, "-m", "pipeline.flows"]
+    env |= {"PREFECT_API_AUTH_STRING": "aerie:word"}
+    command = [sys.executable, "-m", "pipeline.start_worker"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "no Prefect server answers at PREFECT_API_URL" in done.stderr and done.stderr.count("\n") == 1

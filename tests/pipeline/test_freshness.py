@@ -1,16 +1,17 @@
 """pipeline/freshness.py: quick only where DVC itself would find nothing; any change of a file, and DVC is asked."""
 
+import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from pipeline import dvc_graph, freshness, workspaces
+from pipeline.cli import run_command_line
 from pipeline.commands import describe_outdated
 from tests.pipeline.conftest import Project, give_params, make_project, run_dvc_cli
 
@@ -104,11 +105,13 @@ def test_results_of_an_earlier_state_are_told(fresh_project: Project) -> None:
 
 
 def test_stale_says_what_and_why_and_fails_where_something_is(fresh_project: Project) -> None:
-    env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}
-
     def asked() -> tuple[int, str]:
-        printed = subprocess.run([sys.executable, "-m", "pipeline", "stale"], env=env, capture_output=True, text=True)
-        return printed.returncode, printed.stdout
+        with redirect_stdout(io.StringIO()) as printed:
+            try:
+                run_command_line(["stale"])
+            except SystemExit as ended:
+                return int(str(ended.code)), printed.getvalue()
+        return 0, printed.getvalue()
 
     assert asked() == (0, "nothing is stale\n")
     edit_title()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import run_artifacts
+from pipeline import run_pages
 from pipeline.dvc_output import find_error
 
 CONCLUSION = "ERROR: failed to reproduce 'fit': failed to run: python -m stages.fit, exited with 1"
@@ -35,11 +35,11 @@ def test_the_error_of_a_stage_is_one_line(lines: list[str], expected: list[str] 
 
 def test_the_report_has_verdict_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert not [*run_artifacts.list_report_parts()]
-    run_artifacts.PAGE_FILE.parent.mkdir(parents=True)
-    run_artifacts.PAGE_FILE.write_text("<p>the page</p>")
-    run_artifacts.TABLE_FILE.write_text("tree  tau\n")
-    run_artifacts.METRICS_FILE.write_text(json.dumps({"verdict": {"kind": "launch", "text": "Launch\nt6_4_32"}}))
-    verdict, location, table = run_artifacts.list_report_parts()
+    assert not [*run_pages.list_report_parts()]
+    run_pages.PAGE_FILE.parent.mkdir(parents=True)
+    run_pages.PAGE_FILE.write_text("<p>the page</p>")
+    run_pages.TABLE_FILE.write_text("tree  tau\n")
+    run_pages.METRICS_FILE.write_text(json.dumps({"verdict": {"kind": "launch", "text": "Launch\nt6_4_32"}}))
+    verdict, location, table = run_pages.list_report_parts()
     assert verdict == "**Launch t6_4_32**" and table == "```text\ntree  tau\n```"
     assert location == f"The whole report is {tmp_path / 'results/report/index.html'}, a file of this machine."

@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
 
-from pipeline import password, workspaces
+from pipeline import password
 from tests.pipeline.conftest import make_served
 from tests.pipeline.test_flows import REPO, Server, run_server, wait_for
 
@@ -139,18 +139,6 @@ def test_stages_are_not_given_the_password(server: Server, ran: str) -> None:
     assert wait_for(lambda: [line for line in server.messages(ran) if line.startswith("names")]) == ["names []"]
 
 
-def test_a_form_that_names_a_command_ends_before_anything_runs(server: Server) -> None:
-    """Bug: `other` took benchmark_served.servers.sglang.command, which the stage then ran as given."""
-    changes = {"other": {"benchmark_served.servers.sglang.command": ["touch", str(server.project.root / "ran")]}}
-    run = server.run(changes=changes)
-    state = server.ended(run)
-    assert (
-        state["type"] == "FAILED"
-        and "benchmark_served.servers.sglang.command can't be set through a form" in state["message"]
-    )
-    assert server.ask("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}}) == []
-
-
 def test_a_recipe_is_one_of_recipes_even_where_the_form_is_not_asked(server: Server) -> None:
     """Bug: only the page's form held the name to the list; the flow took any path that ends in .yaml."""
     from pydantic import TypeAdapter, ValidationError
@@ -160,15 +148,6 @@ def test_a_recipe_is_one_of_recipes_even_where_the_form_is_not_asked(server: Ser
     for name in ("/tmp/theirs.yaml", "../theirs.yaml", "none", "weather-tiny; touch x"):
         with pytest.raises(ValidationError, match="there is no recipe"):
             TypeAdapter(RecipeName).validate_python(name)
-
-
-def start(module: str, server: Server, folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run a module as on another host: with the server's address, and nothing of its PREFECT_HOME."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "AERIE"))}
-    env |= {"PYTHONPATH": str(REPO), "PREFECT_HOME": str(folder / "home")}
-    env |= {"PREFECT_API_URL": f"http://127.0.0.1:{server.port}/api"} | settings
-    command = [sys.executable, "-m", module]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_a_client_without_the_right_password_is_told_so_in_one_line(server: Server, tmp_path: Path) -> None:
@@ -208,13 +187,3 @@ def test_a_preflight_of_another_origin_is_refused_and_one_of_the_pages_is_allowe
         own = f"http://{name}:{server.port}"
         allowed = send(server, "OPTIONS", create_flow_run(server), asks | {"Origin": own})
         assert (allowed.status, allowed.headers["access-control-allow-origin"]) == (200, own)
-
-
-@pytest.mark.usefixtures("ran")  # whose results the workspace checks out
-def test_a_run_named_as_a_path_stays_in_the_folder_of_runs(server: Server) -> None:
-    """Bug: the workspace of a run was .scratch/runs/NAME, and a run may be started with the name ../../../elsewhere."""
-    deployment = server.ask("deployments/name/build/build")["id"]
-    request = {"name": "../../../elsewhere", "parameters": {"changes": {"other": {"report.title": "another"}}}}
-    run = server.ask(f"deployments/{deployment}/create_flow_run", request)["id"]
-    assert server.ended(run)["type"] == "COMPLETED"
-    assert (server.project.root / workspaces.RUNS_FOLDER / f"-elsewhere-{run[:8]}").is_dir()

@@ -43,17 +43,10 @@ def test_a_run_by_prefect_makes_the_checks_of_a_run_here(home: Path, monkeypatch
     with pytest.raises(ValueError, match=r"^params\.yaml: target\.") as error:
         commands.check_run_params()
     monkeypatch.setattr(flows, "require_server", lambda: None)
-    monkeypatch.setattr(flows, "build", lambda **_: pytest.fail("the flow was started"))
-    with pytest.raises(SystemExit) as ended:  # from a terminal
-        flows.main()
-    assert ended.value.code == f"aerie: {error.value}"
-    monkeypatch.setattr(flows.run_names, "rename_run", lambda name: name)
+    monkeypatch.setattr(flows.run_pages, "rename_run", lambda name: name)
     monkeypatch.setattr(flows, "get_run_logger", lambda: logging.getLogger("test"))
     monkeypatch.setattr(flows.dispatch, "find_hosts", lambda *_: pytest.fail("hosts were asked"))
-    with (
-        contextlib.ExitStack() as stack,
-        pytest.raises(ValueError, match=re.escape(str(error.value))),
-    ):  # from the pages
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=re.escape(str(error.value))):
         flows._prepare_run(stack, "a run", None)
 
 
@@ -108,3 +101,16 @@ def test_a_target_that_prepare_target_refuses_is_refused_before_any_stage(
     edit_params(home, {"target": {"model": "someone/mine"}})
     with pytest.raises(ValueError, match=message):
         commands.check_run_params()
+
+
+def test_a_target_is_checked_once_for_the_same_config(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command of doctor, stale and run took the seconds of an import of transformers."""
+    started = list[tuple[object, ...]]()
+    monkeypatch.setattr(processes, "run_silent", lambda *words: started.append(words))
+    edit_params(home, {"target": {"model": str(manifest.TARGET_FOLDER)}})
+    for _ in range(2):
+        commands.check_run_params()
+    assert started == [("stages.draft.supported_targets", Path("params.yaml"), manifest.TARGET_FOLDER)]
+    (manifest.TARGET_FOLDER / "config.json").touch()
+    commands.check_run_params()
+    assert len(started) == 2

@@ -54,6 +54,9 @@ def test_a_run_whose_name_is_a_path_gets_no_workspace(in_git, name: str) -> None
         with pytest.raises(ValueError, match="there is no run"):
             list(act(name))
     assert not (in_git.root / ".scratch").exists() and not (in_git.root.parent / "x").exists()
+    assert (
+        workspaces.name_workspace("../../../elsewhere", "0123456789ab") == "-elsewhere-01234567"
+    )  # as a flow makes it
 
 
 def promote(name: str) -> str:

@@ -194,7 +194,7 @@ def test_a_bare_dvc_has_a_server_that_ends_with_it(project: Path) -> None:
 
 def test_a_run_starts_a_server_that_has_torch_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    with processes.preload_stages(processes.FEWEST_PRELOADED):
+    with processes.preload_stages():
         address = Path(os.environ[fork_server.ADDRESS_VARIABLE])
         wait_for(address.exists)
         (server,) = [child for child in psutil.Process().children() if str(address) in child.cmdline()]
