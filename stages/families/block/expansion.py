@@ -38,7 +38,7 @@ def expand_block(
         Logits, as wide as the vocabulary, are of some positions at a time; all else is of all, in few kernels.
         """
         rows = 1 + (tokens.shape[1] if draft.is_conditional else 1)  # of logits, for each position
-        size = max(1, count_logit_rows(draft.config.vocab_size, states.device) // rows)
+        size = max(1, count_logit_rows(len(head), states.device) // rows)
         parts = []
         for state, previous in zip(states[:, slot, None].split(size), tokens.split(size), strict=True):
             shortlist = draft.build_shortlist(state @ head.T)
