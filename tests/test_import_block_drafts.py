@@ -111,8 +111,7 @@ def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path) ->
     assert config["block_size"] == SLOTS and served.algorithm == "DFLASH"
     assert registry.get("sglang").explain_unsupported(TreeShape(depth, 1, depth + 1), config) is None
     wider = registry.get("sglang").explain_unsupported(TreeShape(depth + 1, 1, depth + 2), config)
-    assert wider is not None and "an engine runs another block than was trained" in wider
-    assert f"t{depth}_1_{depth + 1}" in wider
+    assert wider is not None and f"t{depth}_1_{depth + 1}" in wider
     served = {"checkpoints": ["theirs"], "trees": ["t3_2_6"], "workloads": ["eval"]}
     edit_params(Path(), {"benchmark_served": served})
     benchmark_served.main("sglang", "eval", "theirs", "t3_2_6")  # without a server
