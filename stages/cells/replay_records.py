@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, Self
 
 from stages.cells.record import GREEDY, DraftSampling, Record, limit_draft_sampling
 from stages.params.tree_shape import TreeShape
+from stages.runtime import atomic
 
 REPLAY_FOLDER = Path("results/replay")
 
@@ -51,6 +52,15 @@ class ReplayedTree(ReplayRecord):
     temperature: float
     top_p: float | None  # None at temperature 0
     draft_sampling: DraftSampling = GREEDY  # sampled: verified by the ratio of both probabilities
+
+    @classmethod
+    def read(cls, checkpoint: str) -> list[Self]:
+        rows, path = super().read(checkpoint), cls.locate(checkpoint)
+        if not rows:
+            raise atomic.BrokenArtifactError(
+                f"{path} holds no trees", atomic.format_rerun_hint(f"replay_trees@{checkpoint}")
+            )
+        return rows
 
     @property
     def shape(self) -> TreeShape:

@@ -167,7 +167,8 @@ class TrainDraft(Section):
                     yield f"checkpoints.{segment.from_}.epochs is null, expected a number: {name} starts from it"
             if segment.epochs is None and (segment.from_ != ROOT_CHECKPOINT or self.horizon_epochs):
                 yield (
-                    f"checkpoints.{name}.epochs is null, expected a number beside horizon_epochs, or from {ROOT_CHECKPOINT}"
+                    f"checkpoints.{name}.epochs is null, expected a number: it follows from the rows only from {ROOT_CHECKPOINT} "
+                    "and without horizon_epochs"
                 )
         if self.schedule == "constant" and self.horizon_epochs is not None:
             yield f"schedule is constant and horizon_epochs {self.horizon_epochs}, expected null: no rate falls there"

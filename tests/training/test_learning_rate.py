@@ -56,12 +56,12 @@ def test_the_horizon_is_the_end_of_a_checkpoint_counted_in_steps() -> None:
     ("changes", "message"),
     [
         ({"schedule": "constant", "horizon_epochs": 9}, "schedule is constant and horizon_epochs 9, expected null"),
-        ({"horizon_epochs": 8}, "checkpoints.e009 is of 9 epochs from e000, expected at most horizon"),
+        ({"horizon_epochs": 8}, "checkpoints.e009 is of 9 epochs, expected at most horizon_epochs 8"),
+        ({"horizon_epochs": 8, "checkpoints": BY_ROWS}, "checkpoints.by_rows.epochs is null, expected a number"),
         (
-            {"horizon_epochs": 8, "checkpoints": BY_ROWS},
-            "checkpoints.by_rows.epochs is null, by the rows, expected a number",
+            {"checkpoints": {"more": {"from": "by_rows", "epochs": 2}} | BY_ROWS},
+            "checkpoints.by_rows.epochs is null, expected a number: more starts from it",
         ),
-        ({"checkpoints": {"more": {"from": "by_rows", "epochs": 2}} | BY_ROWS}, "write checkpoints.by_rows.epochs"),
     ],
 )
 def test_a_horizon_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:

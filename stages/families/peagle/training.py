@@ -151,7 +151,9 @@ class Training(Eagle3Training):
             raise ValueError(f"params.yaml: train_draft.checkpoints.{name}: {error}") from None
         layers = Files(self.facts).list_feature_layers(root_config, target)
         ids = layers, target.num_layers, target.eos_token_ids
-        return LoadedDraft(self.facts, draft, build_peagle_config(config, *ids, params.train_draft.compute_dtype), layers)
+        return LoadedDraft(
+            self.facts, draft, build_peagle_config(config, *ids, params.train_draft.compute_dtype), layers
+        )
 
     def build_objective(
         self, draft: LoadedDraft, segment: Segment, settings: TrainDraft, logits_scale: float
