@@ -47,7 +47,7 @@ ROOMS = {
     "stages/runtime stages/telemetry": (1600, 1889),
     "stages/data": (4700,),
     "stages/prompts stages/sampling": (1700, 1795),
-    "stages/target": (2800, 2869),
+    "stages/target": (2800, 2883),
     "stages/hidden_states": (1300,),
     "stages/draft stages/families": (6000, 6776),
     "stages/training": (1900, 2052),

@@ -9,9 +9,11 @@ from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from stages.params import target_files
-from stages.runtime.guarded_files import is_parser_error
+from stages.runtime.guarded_files import is_parser_error, read_json
 from stages.telemetry.machine_errors import explain_machine_error
 
+COUNTED = ("layers", "heads", "experts", "n_layer", "n_head")  # ends of keys of a config
+MOST_PARTS = 100_000
 REMEDY = "get the target's files again, those of a builtin target by: dvc repro -f -s prepare_target"
 
 
@@ -43,8 +45,20 @@ def _is_ours(error: BaseException) -> bool:
 
 def read_config(folder: Path | str, trust_remote_code: bool = False) -> PretrainedConfig:
     """Return the target's config. Raises ValueError naming the file, where it is missing, cut or broken."""
-    with refuse_unreadable(f"{folder}/config.json", "the config of a transformers model"):
+    file = Path(folder) / "config.json"
+    if file.is_file():
+        _check_counts(file, read_json(file, REMEDY))
+    with refuse_unreadable(str(file), "the config of a transformers model"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def _check_counts(file: Path, settings: dict[str, Any]) -> None:
+    """Raise ValueError for more layers, heads or experts than any model has: an object for each would fill the memory."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            _check_counts(file, value)
+        elif key.endswith(COUNTED) and isinstance(value, int | float) and value > MOST_PARTS:
+            raise ValueError(f"{file}: {key} is {str(value)[:40]}, expected at most {MOST_PARTS}; correct it")
 
 
 def iterate_tensors(folder: Path) -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_pos
 # What one mutant in thousands is: file, the keys to a value, the value.
 RARE = [
     ("config.json", ["rope_parameters", "factor"], 0),
+    ("config.json", ["num_hidden_layers"], 2**31),
     ("generation_config.json", ["eos_token_id"], {"a": 1}),
     ("tokenizer_config.json", ["model_max_length"], "x"),
     ("tokenizer_config.json", ["eos_token"], 7),
