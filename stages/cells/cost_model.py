@@ -35,7 +35,7 @@ class PromptArrivals(Record):
 
     per_step: float = 0.0  # prompts a cycle, or a plain step, over the whole answer
     followed: float = 0.0  # (R - N) / R, the share of requests that another one follows
-    counted_passes: float | None = None  # that read prompts, per step (closed_loop.py)
+    counted_passes: float | None = None  # that read prompts, per step (cycle_times.py)
 
     @property
     def passes(self) -> float:

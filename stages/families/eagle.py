@@ -6,7 +6,7 @@
 Its input is the target's last hidden state after the final norm; its layer has no norm before the attention, and logits are
 the target's head of its output. The loss is SmoothL1 to the target's hidden state of p+1, plus a tenth of the soft
 cross-entropy between the logits of both; one step, on the target's own hidden states, without the authors' noise.
-EAGLE decodes with a static tree, EAGLE-2, with the same weights, with EAGLE-3's dynamic ones (`eagle_proposer`).
+EAGLE decodes with a static tree, EAGLE-2, with the same weights, with EAGLE-3's dynamic ones (`EagleProposer`).
 
 Letters as in `draft/eagle3.py`; P supervised positions, L steps.
 """

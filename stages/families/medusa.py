@@ -5,7 +5,7 @@
 Blocks are initialised with zeros and outs with the target's head, so an untrained head predicts the target's token p + 1.
 Outs have the draft's vocabulary, as EAGLE-3's head. The labels of head k are those of EAGLE-3's step k - 1 on the same
 positions (`training/ttt.py`): the target's distribution, where the paper takes a token drawn from it. Decoding:
-`medusa_proposer`.
+`MedusaProposer`.
 
 Letters: K heads, P supervised positions, H hidden, D draft vocabulary, V target vocabulary.
 """

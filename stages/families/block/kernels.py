@@ -1,4 +1,4 @@
-"""Expansion of a block in few GPU kernels: `trees.block_expansion.expand_block`, with fixed memory for the candidates.
+"""Expansion of a block in few GPU kernels: `expansion.expand_block`, with fixed memory for the candidates.
 
 A vocabulary of 150,000 logits is read once for each slot, all slots at once where they are independent of the drafts before.
 

@@ -11,7 +11,7 @@ nothing of the tokens to come, so the cycles of an answer are a Markov chain ove
 accepts j drafts, with probability beta_1 ... beta_j (1 - beta_(j+1)), is followed by one at a + j + 1. One pass over the
 positions gives the probability that a cycle starts at each, and so the expected cycles and accepted drafts, without a draw.
 
-Positions, and the cut at an answer's end, are those of block_replay.py.
+Positions, and the cut at an answer's end, are those of exact_replay.py.
 
 Letters: B answers, T tokens of a row, L positions of all answers, P of the longest, D drafts of a block, G widths, H hidden,
 V vocabulary.
