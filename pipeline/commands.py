@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +48,7 @@ WHAT_NEXT = (
 
 
 def run_graph(verbose: bool = False) -> Iterator[str]:
-    """Check params.yaml, bring every stage up to date with one DVC process, and yield the table.
+    """Check params.yaml, bring every stage up to date, and yield the table.
 
     With `verbose` all that the stages print is shown instead of a line for each stage.
 
@@ -74,12 +74,12 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         reasons, stages = dvc_graph.explain_graph()
         if reasons:
             yield from params.describe_left_out_trees()
-            is_written = LARGEST in {*reasons, *_list_below(reasons, stages)}
-            remarks = [*checks.list_remarks(params), *(_warn_of_disk(params) if is_written else ())]
+            may_run = [name for name in stages if name in {*reasons, *dvc_graph.list_below(reasons, stages)}]
+            remarks = [*checks.list_remarks(params), *(_warn_of_disk(params) if LARGEST in may_run else ())]
             yield from (f"note: {line}" for line in remarks)
         yield from _describe_stale(reasons, stages)
         if reasons:
-            dvc_graph.run_all_stages(stages, verbose=verbose)
+            dvc_graph.run_all_stages(stages, verbose, dvc_graph.group_served_cells(params, may_run))
         if not (verbose and reasons):  # the report stage has printed it
             yield from _read_results()
         if reasons:
@@ -212,17 +212,10 @@ def _describe_stale(reasons: dict[str, list[str]], stages: dict[str, list[str]])
         grouped.setdefault(_summarise_changes(reasons[name]), []).append(name)
     for summary, names in grouped.items():
         yield f"stale: {', '.join(names)} ({summary})"
-    if below := _list_below(reasons, stages):
+    from pipeline.dvc_graph import list_below
+
+    if below := list_below(reasons, stages):
         yield f"and up to {len(below)} below, if what they read changes: {', '.join(_shorten_names(below))}"
-
-
-def _list_below(stale: Container[str], stages: dict[str, list[str]]) -> list[str]:
-    """Return the stages that are not stale and depend on one that is, over any number of steps, in the order of the graph."""
-    reached: dict[str, None] = {}
-    for name, needs in stages.items():
-        if name not in stale and any(need in stale or need in reached for need in needs):
-            reached[name] = None
-    return list(reached)
 
 
 def _shorten_names(names: list[str]) -> Iterator[str]:

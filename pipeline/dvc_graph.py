@@ -12,7 +12,8 @@ import os
 import re
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 from pipeline import freshness
 from pipeline.checked_dvc import change_dvc
 from pipeline.dvc_output import OUTCOME_LINES, PROGRESS_PATTERN, DvcOutput, Outcome, find_error
-from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient, run_command
+from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient, run_command, stop_stages
 from pipeline.run_display import RunDisplay, locate_log, show_line
 from stages.params import schema, stage_inputs
 from stages.params.section import suggest_name
@@ -29,6 +30,10 @@ from stages.params.section import suggest_name
 # The name of a stage in dvc.yaml, for a stage with a list also @VALUE; never a folder or an option.
 STAGE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*(@[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
 LOCK_FILE = Path("dvc.lock")
+# --wait-for-lock, which must come before `repro`: without it a stage that has *finished* is lost if DVC does not get its lock
+# within 3 s.
+REPRODUCE = [DVC_MODULE, "--wait-for-lock", "repro"]
+RUN_AGAIN = "fix it and run again, what has finished is cached"
 INPUTS_STAGE = "inputs"  # always runs first, and is never stale by itself
 
 
@@ -260,9 +265,7 @@ def reproduce_stage(
             tail.append(line)
         on_line(line)
 
-    # --wait-for-lock, which must come before `repro`: without it a stage that has *finished* is lost if DVC does not get
-    # its lock within 3 s.
-    words = [DVC_MODULE, "--wait-for-lock", "repro", "--single-item", name]
+    words = [*REPRODUCE, "--single-item", name]
     if status := run_command(words, DvcOutput([name], begin, read_line), environment, held_files):
         log = "\n  ".join(tail)
         raise StageError(
@@ -282,25 +285,73 @@ def write_inputs() -> None:
         reproduce_stage(INPUTS_STAGE, lambda _: None)
 
 
-def run_all_stages(stages: Collection[str], verbose: bool = False) -> None:
-    """Bring every stage, all of `stages`, up to date with one DVC process: a line for each, its output in logs/.
+def run_all_stages(stages: freshness.Upstream, verbose: bool = False, groups: Collection[list[str]] = ()) -> None:
+    """Bring every stage, all of `stages`, up to date: a line for each, its output in logs/.
 
-    Stages that do not depend on a failed one still run: one draft that cannot be trained does not hold up the others. With
-    `verbose` all that the stages print is shown, without DVC's advice, and no logs are written. Raises StageError after the
-    end of a failed stage's log was printed.
+    One DVC process runs all, but for `groups` (of `group_served_cells`): after what does not depend on them, the stages of a
+    group run side by side, each by a DVC of its own; then what depends on them. Stages that do not depend on a failed one still
+    run: one draft that cannot be trained does not hold up the others. With `verbose` all that the stages print is shown, without
+    DVC's advice, and no logs are written. Raises StageError after the end of a failed stage's log was printed.
     """
-    words = [DVC_MODULE, "--wait-for-lock", "repro", "--keep-going"]
     if verbose:
-        status, logs = run_command(words, DvcOutput(stages, lambda *_: None, show_line)), ""
-        failed = f"a stage failed (dvc exited with {status})"
-    else:
-        with RunDisplay(stages) as display:
-            status = run_command(words, DvcOutput(stages, display.begin, display.show), on_silence=display.tell)
-            display.finish(status)
-        logs = "".join(f" and {locate_log(name)}" for name in display.failed)
-        failed = f"{' and '.join(display.failed)} failed" if display.failed else f"dvc exited with {status}"
-    if status:
-        raise StageError(f"{failed}, see above{logs}; fix it and run again, what has finished is cached")
+        if status := run_command([*REPRODUCE, "--keep-going"], DvcOutput(stages, lambda *_: None, show_line)):
+            raise StageError(f"a stage failed (dvc exited with {status}), see above; {RUN_AGAIN}")
+        return
+    grouped = {name for group in groups for name in group}
+    later = grouped | {*list_below(grouped, stages)}
+    failed = _run_shown(stages, [name for name in stages if name not in later] if later else [])
+    for group in groups:
+        ready = [name for name in group if name not in list_below(failed, stages)]
+        with ThreadPoolExecutor(len(group)) as threads:
+            try:
+                for found in threads.map(lambda name: _run_shown(stages, ["--single-item", name]), ready):
+                    failed += found
+            except BaseException:
+                stop_stages()  # or the threads would wait for the stages of a run that was interrupted
+                raise
+    left = [name for name in stages if name in later - grouped and name not in list_below(failed, stages)]
+    if left:
+        failed += _run_shown(stages, left)
+    if failed:
+        logs = " and ".join(map(str, map(locate_log, failed)))
+        raise StageError(f"{' and '.join(failed)} failed, see above and {logs}; {RUN_AGAIN}")
+
+
+def _run_shown(stages: freshness.Upstream, words: list[str]) -> list[str]:
+    """Run `dvc repro` with these words, a line for each stage that it runs -> those that failed.
+
+    Raises StageError if DVC failed by itself.
+    """
+    with RunDisplay(stages, has_bar="--single-item" not in words) as display:
+        read = DvcOutput(stages, display.begin, display.show)
+        status = run_command([*REPRODUCE, "--keep-going", *words], read, on_silence=display.tell)
+        display.finish(status)
+    if status and not display.failed:
+        raise StageError(f"dvc exited with {status}, see above; {RUN_AGAIN}")
+    return display.failed
+
+
+def group_served_cells(params: schema.Params, stages: Iterable[str]) -> list[list[str]]:
+    """Return those of `stages` that are served cells, in groups whose servers one GPU holds; none where that is one cell.
+
+    Their servers start side by side and are measured in turn (stages/measuring/measurement_lock.py).
+    """
+    groups = list[list[str]]()
+    for engine in params.benchmark_served.engines if params.target.gpus() else []:
+        cells = [name for name in stages if re.match(rf"benchmark_served(_baseline)?@{re.escape(engine)}-", name)]
+        at_once = params.benchmark_served.count_cells_at_once(engine)
+        if at_once > 1 and len(cells) > 1:
+            groups += [cells[start : start + at_once] for start in range(0, len(cells), at_once)]
+    return groups
+
+
+def list_below(names: Container[str], stages: freshness.Upstream) -> list[str]:
+    """Return the stages that are not named and depend on one that is, over any number of steps, in the order of the graph."""
+    reached: dict[str, None] = {}
+    for name, needs in stages.items():
+        if name not in names and any(need in names or need in reached for need in needs):
+            reached[name] = None
+    return list(reached)
 
 
 def check_stage_name(name: str) -> str:

@@ -24,11 +24,12 @@ REFRESH_PER_S = 1  # of the bar; it must cost a timed stage nothing
 class RunDisplay:
     """Takes the events and lines of one DVC process; as a context manager, since a bar and a log are open meanwhile."""
 
-    def __init__(self, stages: Collection[str]) -> None:
+    def __init__(self, stages: Collection[str], has_bar: bool = True) -> None:
+        """Without `has_bar`, beside other displays, lines say how far a stage is, as where there is no terminal."""
         self.counts: Counter[Outcome] = Counter()
         self.failed: list[str] = []
         self._width = max(map(len, stages), default=0)
-        self._bar = _open_bar(len(stages)) if sys.stdout.isatty() else None
+        self._bar = _open_bar(len(stages)) if has_bar and sys.stdout.isatty() else None
         self._stage: str | None = None
         self._outcome = Outcome.UNCHANGED
         self._log: TextIO | None = None

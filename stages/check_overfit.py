@@ -40,6 +40,8 @@ from stages.training.optimizer import MasterWeightOptimizer, OptimizerSettings
 
 SAMPLED, HIDDENS = Path("data/sampled/train"), Path("data/hiddens/train")
 REPORT, PASS = Path("results/train/e000.overfit.json"), Path("results/overfit_pass.json")
+# Steps between looks at whether the row is learned; the share of whole chains, by the trainer's own forward, that says so.
+LOOK_STEPS, LEARNED = 20, 0.98
 LEAST_COVERAGE = 0.9  # of the row's answer by the draft's vocabulary: below, that is what a failure is put down to
 NUM_CANDIDATES = 16  # rows of median length, of which the most predictable one is learned
 # of perfect guesses; below, the row has too few argmax tokens for the engine's tau to tell anything
@@ -143,7 +145,7 @@ def _train_on_row(
     head: torch.Tensor,
     name: str,
 ) -> list[float]:
-    """Train the draft on the row and return the loss of each step."""
+    """Train the draft on the row until it has learned it, or for all steps; return the loss of each."""
     optimizer = MasterWeightOptimizer(run.draft, OptimizerSettings(params.check_overfit.learning_rate))
     losses: list[float] = []
     steps = trange(params.check_overfit.steps, desc=f"{name}: overfit row {row.id}", unit="step", mininterval=2)
@@ -151,6 +153,9 @@ def _train_on_row(
         total_loss.backward()
         optimizer.step(1.0, params.train_draft.grad_clip)
         losses.append(total_loss.item())
+        whole = LEARNED * (1 + run.num_steps)
+        if len(losses) % LOOK_STEPS == 0 and run.compute_trainer_tau(row, embedding, head) >= whole:
+            break
     return losses
 
 
@@ -174,16 +179,16 @@ def _check_threshold(
         "perfect_tau": perfect_tau,
         "vocabulary_coverage": round(measurement.coverage, 4),
         "required_tau": round(required, 3),
-        "steps": settings.steps,
+        "steps": len(losses),
         "losses": [round(x, 5) for x in losses[:: max(1, len(losses) // 40)]],
     }
     nothing = " (check_overfit.min_tau is 1.0, so nothing is: this does not tell whether a draft can learn)"
     print(
-        f"{name}: after {settings.steps} steps on one row {tau:.2f} tokens per verify cycle of {perfect_tau:.2f}, "
+        f"{name}: after {len(losses)} steps on one row {tau:.2f} tokens per verify cycle of {perfect_tau:.2f}, "
         f"{measurement.trainer_tau:.2f} by the trainer's own forward, loss {losses[0]:.2f} -> {losses[-1]:.2f}; "
         f"{required:.2f} required{nothing if min_tau == 1 else ''}"
     )
-    learned = f"check_overfit of {name}: after {settings.steps} steps on row {measurement.row}"
+    learned = f"check_overfit of {name}: after {len(losses)} steps on row {measurement.row}"
     if tau < required:
         advice = _advise(name, measurement, of_whole_chains)
         if measurement.coverage < LEAST_COVERAGE and name == ROOT_CHECKPOINT:

@@ -18,6 +18,7 @@ from stages.cells.request_record import AcceptanceCounts
 from stages.engines.chat_answer import AnswerModel, ChatCompletion
 from stages.engines.http_session import ExchangeFailedError, HttpSession
 from stages.engines.sse import ReadMessage
+from stages.params.benchmark_sections import count_fitting
 from stages.params.engines import ENGINES, locate_program
 from stages.params.families import DraftFamily, DraftKind, find_family
 from stages.params.tree_shape import TreeShape
@@ -67,7 +68,7 @@ class ServerSetup:
 
     def count_fitting(self) -> int:
         """Return how many servers of `mem_fraction` fit on a GPU."""
-        return max(1, int(1 / self.mem_fraction + 1e-9))
+        return count_fitting(self.mem_fraction)
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,11 @@ class BenchmarkServer(Section):
     start_timeout_s: Positive = 900
 
 
+def count_fitting(mem_fraction: float) -> int:
+    """Return how many servers of this share of a GPU's memory fit on it."""
+    return max(1, int(1 / mem_fraction + 1e-9))
+
+
 def _add_other_engines(servers: Any) -> Any:
     return {engine: {} for engine in SERVED} | servers if isinstance(servers, dict) else servers
 
@@ -210,6 +215,13 @@ class BenchmarkServed(Section):
 
     def get_server(self, engine: str) -> BenchmarkServer:
         return next(server for name, server in self.servers.items() if name == engine)
+
+    def count_cells_at_once(self, engine: str) -> int:
+        """Return how many cells have room for their servers on a GPU; 1 where a cache is as large as the memory found free."""
+        server = self.get_server(engine)
+        if server.max_total_tokens is None or server.base_urls:
+            return 1
+        return max(1, count_fitting(server.mem_fraction) // (1 + self.interleave))
 
     def list_conflicts(self) -> Iterator[str]:
         for engine, server in self.servers.items():

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +15,9 @@ import pytest
 from pipeline import dvc_graph, processes
 from pipeline.dvc_graph import Outcome
 from pipeline.remote import dvc_remote
-from tests.conftest import has_ended
+from stages.params import schema
+from stages.params.benchmark_sections import BenchmarkServed
+from tests.conftest import ROOT, has_ended
 from tests.pipeline.conftest import Project, run_dvc_cli
 
 
@@ -86,6 +89,54 @@ def test_after_a_failure_stages_that_do_not_need_it_still_run(project, capfd):
     assert re.search(r"^other +\d+\.\d s$", printed, re.MULTILINE)
     assert "failed to reproduce 'first'" in printed and "out of cheese" in printed and "will be skipped" in printed
     assert project.locked() == {"other"} and set(dvc_graph.explain_stale()) == {"first", "middle", "last"}
+
+
+def test_stages_of_a_group_run_side_by_side_and_a_failure_stops_only_what_is_below(project, capfd):
+    """Each cell waits until the other is at work, as their servers start together; one fails."""
+    meet = """import pathlib, sys, time
+mine, other = sys.argv[1:3]
+pathlib.Path(mine + '.here').touch()
+ends = time.monotonic() + 60
+while not pathlib.Path(other + '.here').exists():
+    assert time.monotonic() < ends, 'alone'
+    time.sleep(0.05)
+sys.exit('no engine') if mine == 'two' else pathlib.Path(mine + '.csv').touch()
+"""
+    (project.root / "meet.py").write_text(meet)
+    more = "".join(
+        f"  {name}:\n    cmd: python meet.py {name} {other}\n    deps: [first.csv]\n    outs: [{name}.csv]\n"
+        for name, other in (("one", "two"), ("two", "one"))
+    )
+    for name in ("one", "two"):
+        more += (
+            f"  of_{name}:\n    cmd: cp {name}.csv of_{name}.csv\n    deps: [{name}.csv]\n    outs: [of_{name}.csv]\n"
+        )
+    (project.root / "dvc.yaml").write_text((project.root / "dvc.yaml").read_text() + more)
+    with pytest.raises(processes.StageError, match=r"^two failed, see above and logs/two\.log; "):
+        dvc_graph.run_all_stages(dvc_graph.list_stages(), groups=[["one", "two"]])
+    printed = "".join(capfd.readouterr())
+    assert re.search(r"^one +\d+\.\d s$", printed, re.MULTILINE) and printed.count("failed after") == 1
+    assert project.locked() == {"first", "middle", "last", "one", "of_one"}
+    assert "no engine" in Path("logs/two.log").read_text()
+
+
+def test_served_cells_whose_servers_fit_on_a_gpu_are_grouped():
+    sized = {"mem_fraction": 0.3, "max_total_tokens": 40_000}
+    cells = [f"benchmark_served{name}" for name in ("_baseline@sglang-eval", "@sglang-eval-e009-t5_1_6")]
+    cells += ["benchmark_served@vllm-eval-e009-t5_1_6", "report", "benchmark_served@sglang-eval-e009-t8_2_16"]
+    of_sglang = [[*cells[:2], cells[-1]]]
+
+    def group(device: str = "cuda", **edits: Any) -> list[list[str]]:
+        served = {"engines": ["sglang", "vllm"], "servers": {"sglang": sized | edits}, "interleave": False}
+        params = schema.load_params(ROOT / "params.yaml")
+        target = params.target.model_copy(update={"device": device})
+        section = BenchmarkServed.model_validate(params.benchmark_served.model_dump() | served)
+        changed = params.model_copy(update={"target": target, "benchmark_served": section})
+        return dvc_graph.group_served_cells(changed, cells)
+
+    assert group() == of_sglang
+    assert group(mem_fraction=0.5) == [cells[:2], cells[-1:]]
+    assert group("cpu") == group(max_total_tokens=None) == group(mem_fraction=0.6) == []
 
 
 @pytest.mark.parametrize("first", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["polite", "stubborn"])

@@ -43,7 +43,7 @@ def dvc_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Whether DVC was run. A stage fails."""
     done: list[str] = []
 
-    def run_all_stages(stages: Collection[str]) -> None:
+    def run_all_stages(stages: Collection[str], groups: Collection[list[str]]) -> None:
         assert "report" in stages
         done.append("all stages")
         raise processes.StageError("a stage failed")
