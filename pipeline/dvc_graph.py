@@ -304,25 +304,27 @@ def run_all_stages(stages: freshness.Upstream, verbose: bool = False, groups: Co
         ready = [name for name in group if name not in list_below(failed, stages)]
         with ThreadPoolExecutor(len(group)) as threads:
             try:
-                for found in threads.map(lambda name: _run_shown(stages, ["--single-item", name]), ready):
+                for found in threads.map(
+                    lambda name: _run_shown(stages, ["--single-item", name], has_bar=False), ready
+                ):
                     failed += found
             except BaseException:
                 stop_stages()  # or the threads would wait for the stages of a run that was interrupted
                 raise
     left = [name for name in stages if name in later - grouped and name not in list_below(failed, stages)]
     if left:
-        failed += _run_shown(stages, left)
+        failed += _run_shown(stages, ["--single-item", *left])  # `inputs`, which always runs, not again
     if failed:
         logs = " and ".join(map(str, map(locate_log, failed)))
         raise StageError(f"{' and '.join(failed)} failed, see above and {logs}; {RUN_AGAIN}")
 
 
-def _run_shown(stages: freshness.Upstream, words: list[str]) -> list[str]:
+def _run_shown(stages: freshness.Upstream, words: list[str], has_bar: bool = True) -> list[str]:
     """Run `dvc repro` with these words, a line for each stage that it runs -> those that failed.
 
     Raises StageError if DVC failed by itself.
     """
-    with RunDisplay(stages, has_bar="--single-item" not in words) as display:
+    with RunDisplay(stages, has_bar) as display:
         read = DvcOutput(stages, display.begin, display.show)
         status = run_command([*REPRODUCE, "--keep-going", *words], read, on_silence=display.tell)
         display.finish(status)
