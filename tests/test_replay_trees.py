@@ -4,6 +4,7 @@ A random target of nine tokens, and a random draft for it: so a third of the gue
 """
 
 import csv
+import itertools
 import shutil
 from contextlib import chdir
 from pathlib import Path
@@ -14,7 +15,7 @@ import polars as pl
 import pytest
 import torch
 
-from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, replay_trees
+from stages import benchmark, extract_hiddens, import_draft, init_draft, prepare_prompts, replay_trees
 from stages.cells import replay_records
 from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.cells.table import find_replayed_tau
@@ -153,6 +154,48 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
     assert shares["drawn", "t3_1_4"] == shares["drawn", "t3_2_6"] == None, (  # noqa: E711
         "not defined where answers are drawn"
     )
+
+
+LOOKUPS = {  # shapes of benchmark.trees, and of the same numbers those at other num_steps, 1 and 3
+    "lookup": (["n2_1_4", "n1_1_3"], ["n2_1_1", "n2_1_3", "n2_1_4", "n1_1_1", "n1_1_3"]),
+    "suffixes": (["x8_4", "x4_2"], ["x8_1", "x8_3", "x8_4", "x4_1", "x4_2", "x4_3"]),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_lookup_accepts_in_cells_what_its_replay_says_as_integers(project: Path, name: str) -> None:
+    """At every shape and both temperatures: the suffixes' earlier answers are those of the cell's order."""
+    _, replayed = LOOKUPS[name]
+    builtin = {"lookup": {"model": "builtin/ngram"}, "suffixes": {"model": "builtin/suffix"}}
+    edit_params(project, {
+        "import_draft": {"checkpoints": builtin}, "replay_trees": {"checkpoints": list(builtin)},
+        "benchmark": {"checkpoints": list(builtin), "trees": [*LOOKUPS["lookup"][0], *LOOKUPS["suffixes"][0]]},
+    })  # fmt: skip
+    import_draft.main(name)
+    replay_trees.main(name)
+    rows = ReplayedTree.read(name)
+    assert [row.tree for row in rows] == replayed * 2 and [row.shape.name for row in rows] == replayed * 2
+    assert sum(row.accepted for row in rows) > 100, "nothing is accepted, so nothing is tested"
+    edit_params(
+        project, {"benchmark": {"trees": replayed, "checkpoints": [name]}, "replay_trees": {"checkpoints": [name]}}
+    )
+    for workload, heat in (("eval", 0.0), ("drawn", 0.7)):
+        for row in (row for row in rows if row.temperature == heat):
+            benchmark.main(workload, name, row.tree)
+            line = read_line(workload, name, row.tree)
+            accepted, cycles = (sum(answer[k] for answer in line.point.requests) for k in ("accepted", "cycles"))
+            assert (row.accepted, row.cycles) == (accepted, cycles), row.tree
+            assert find_replayed_tau(rows, line.cell) == line.row.tau == row.tau
+            assert row.tau_low < row.tau < row.tau_high and row.tau_oracle is row.tau_adaptive is None
+            histogram = line.point.acceptance.histogram
+            reaching = [sum(histogram[depth:]) for depth in range(len(histogram))]
+            shares = [here / before for before, here in itertools.pairwise(reaching) if before]
+            assert row.acceptance == " ".join(f"{share:.4f}" for share in shares)
+            assert row.tau - 1 <= row.mean_depth <= row.num_steps
+    parts = [part for part in GroupTau.read(name) if part.by == "context"]
+    for row in (row for row in rows if row.temperature == 0):
+        assert sum(part.cycles for part in parts if part.tree == row.tree) == row.cycles
+    assert TreeBucket.read(name) == []
 
 
 # What is refused

@@ -136,10 +136,20 @@ class DraftFamily:
     drafts_in_parallel: bool = False  # a pass of EAGLE-3's layers drafts a chain: engines need their own way to run it
     # SGLang's --speculative-algorithm; in lower case vLLM's; None: that of benchmark_served.servers
     algorithm: str | None = None
-    is_replayed: bool = True  # by replay_trees; time_cycles and servers run it too
+    is_replayed: bool = True  # by replay_trees
     has_root: bool = False  # e000 is one of its drafts, and the others start from it
     samples_drafts: bool = False  # its chains can be drawn, and verified by the ratio of both probabilities
     measures_steps: bool = False  # its static trees are as deep as train_draft.ttt_steps
+
+    @property
+    def is_lookup(self) -> bool:
+        """Return whether it looks its guesses up: stored answers are enough to replay it."""
+        return self.is_replayed and self.segment is None
+
+    @property
+    def is_timed(self) -> bool:
+        """Return whether time_cycles and servers run its drafts."""
+        return self.is_replayed and not self.is_lookup
 
     @property
     def served_by(self) -> str | None:
@@ -214,9 +224,9 @@ EAGLE = DraftFamily(
     depth_of="the {} steps whose guesses are measured (train_draft.ttt_steps)",
 )  # fmt: skip
 MEDUSA = DraftFamily("medusa", "Medusa", "medusa", MedusaSegment, "s", depth_of="its {} heads", is_replayed=False)
-NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False)
+NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n")
 LOOKAHEAD = DraftFamily("lookahead", "lookahead", "lookahead", shapes="l", is_replayed=False)
-SUFFIX = DraftFamily("suffix", "suffix decoding", "suffix", shapes="x", is_replayed=False)
+SUFFIX = DraftFamily("suffix", "suffix decoding", "suffix", shapes="x")
 FAMILIES = {f.name: f for f in (EAGLE3, PEAGLE, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD, SUFFIX)}
 ROOT_FAMILY = next(family for family in FAMILIES.values() if family.has_root)  # of e000
 BUILTINS = {f"{BUILTIN}{name}": family for name, family in FAMILIES.items() if family.segment is None}
@@ -284,7 +294,7 @@ class DraftKind:
         facts = SERVED[engine]
         if explain := facts.own_families.get(self.family.name):
             return self.explain_ungrown(shape) or explain(shape)
-        if not self.family.is_replayed:
+        if not self.family.is_timed:
             return f"aerie starts no {engine} with {self.family.title}: {self._explain_own_engines()}"
         if shape.letter != "t":
             return f"{engine} drafts {SHAPES['t']}"
@@ -316,13 +326,13 @@ class DraftKind:
             return None
         if whole := self.whole_block:
             return f"{TORCH_ONLY}: serving engines run the chain of the whole block alone, {whole.label}"
-        if not self.family.is_replayed:
+        if not self.family.is_timed:
             return f"{TORCH_ONLY}: {self._explain_own_engines()}"
         able = [x for x in SERVED.values() if x.drafts_in_parallel or not self.family.drafts_in_parallel]
         return f"{TORCH_ONLY}: {', '.join(f'{facts.title} runs {facts.runs}' for facts in able)}"
 
     def _explain_own_engines(self) -> str:
-        """Return which engines run a family that is not replayed, in words."""
+        """Return which engines run a family that is not timed, in words."""
         own = [facts.title for facts in SERVED.values() if self.family.name in facts.own_families]
         if not own:
             return f"no serving engine runs {self.family.title} so"

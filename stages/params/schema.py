@@ -20,7 +20,7 @@ from stages.params.benchmark_sections import Benchmark, BenchmarkServed, Workloa
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.engines import TORCH, is_in_process
-from stages.params.families import SEGMENT_TAG, TRAINABLE, DraftKind
+from stages.params.families import SEGMENT_TAG, SHAPES, TRAINABLE, DraftKind
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import (
@@ -124,11 +124,15 @@ class Params(Section):
         for key, name, _ in listed:
             family = self.drafts.get(name, DraftKind()).family
             is_served = key == "benchmark_served.checkpoints" and family.served_by in self.benchmark_served.engines
-            if key != "benchmark.checkpoints" and not (family.is_replayed or is_served):
+            is_usable = family.is_timed or (family.is_lookup and key == "replay_trees.checkpoints")
+            if key != "benchmark.checkpoints" and not (is_usable or is_served):
                 served = f", or benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
                 yield (
                     f"{key}: {name!r} is of {family.name}, expected EAGLE-3 or block drafts; put it into benchmark's{served}"
                 )
+            elif family.is_lookup and not self.replay_trees.list_lookups(family.shapes, self.benchmark.trees):
+                wanted = SHAPES[family.shapes]
+                yield f"{key}: {name!r} is replayed at shapes of benchmark.trees, expected {wanted}, found none; add one there"
 
     def _list_named_checkpoints(self) -> dict[str, list[str]]:
         """Return the names of checkpoints by the key that has them; a list without a workload is not used."""

@@ -28,13 +28,14 @@ class FamilyLine:
 
 
 def select_shared_trees(replays: Mapping[str, list[ReplayedTree]]) -> dict[str, list[ReplayedTree]]:
-    """Return each checkpoint's trees of the shapes that all checkpoints have; all of its trees where they share none.
+    """Return each checkpoint's trees of the sizes that all checkpoints have; all of its trees where they share none.
 
-    Block drafts lack the trees deeper than their block, so means over all trees would be of different trees.
+    Block drafts lack the trees deeper than their block, and lookups all but chains, so means over all trees would be of different
+    trees.
     """
-    every = [{tree.shape for tree in trees} for trees in replays.values()]
+    every = [{tree.sizes for tree in trees} for trees in replays.values()]
     shared = every[0].intersection(*every) if every else set()
-    return {name: [tree for tree in trees if not shared or tree.shape in shared] for name, trees in replays.items()}
+    return {name: [tree for tree in trees if not shared or tree.sizes in shared] for name, trees in replays.items()}
 
 
 def choose_family_lines(
