@@ -13,6 +13,7 @@ and the same at each num_steps.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from stages.families.family import check_draft_fits, find_family, load_draft
 from stages.hidden_states import format, reader
 from stages.params import schema, stage_inputs
 from stages.params.tree_sections import ReplayTrees
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import TreeShape, parse_shape
 from stages.prompts.workload_prompts import hash_prompt
 from stages.replay import oracle_bounds, tree_statistics
 from stages.replay.lookups import Lookup, replay_lookups
@@ -202,7 +203,7 @@ class ReplayedLookup(Replayed):
 def _load_replayed(p: schema.Params, name: str, made: manifest.TargetManifest) -> Replayed:
     """Load a checkpoint's draft. Raises ValueError for one that does not fit the target, or can't grow a tree."""
     facts = find_family(checkpoint.locate_checkpoint(name), p.get_making_stage(name))
-    if facts.is_lookup:
+    if not facts.is_timed:
         return _load_lookup(p, name, made)
     dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
     embedding, head = (t.to(p.target.device) for t in manifest.read_embedding_and_head(made))
@@ -231,7 +232,18 @@ def _load_lookup(p: schema.Params, name: str, made: manifest.TargetManifest) -> 
         assert isinstance(proposer, Lookup), name
         return proposer
 
-    return ReplayedLookup(p.replay_trees.list_lookups(draft.family.shapes, p.benchmark.trees), [], [], build)
+    return ReplayedLookup(_list_chains(p, draft.family.shapes), [], [], build)
+
+
+def _list_chains(p: schema.Params, letters: str) -> list[TreeShape]:
+    """Return the chains of benchmark.trees whose kind is one of `letters`, each at every num_steps too that its numbers allow."""
+    found: dict[str, TreeShape] = {}
+    for named in (parse_shape(name) for name in p.benchmark.trees if name[0] in letters):
+        for length in sorted({*p.replay_trees.num_steps, named.num_steps}):
+            with suppress(ValueError):  # guesses as long as all that is looked up
+                shape = parse_shape(f"{named.name.rpartition('_')[0]}_{length}")
+                found[shape.name] = shape
+    return list(found.values())
 
 
 def _select_traced(name: str, trees: list[TreeShape], most_steps: int) -> list[TreeShape]:

@@ -3,8 +3,6 @@
 A random target of nine tokens, and a random draft for it: so a third of the guesses is right.
 """
 
-import csv
-import itertools
 import shutil
 from contextlib import chdir
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 from stages import benchmark, extract_hiddens, import_draft, init_draft, prepare_prompts, replay_trees
 from stages.cells import replay_records
 from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
-from stages.cells.table import find_replayed_tau
+from stages.cells.table import TableLine, find_replayed_tau
 from stages.data import conversations
 from stages.draft import checkpoint, supported_targets
 from stages.engine.decode import Engine
@@ -106,11 +104,6 @@ def project(shared_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return project
 
 
-def table() -> list[dict[str, str]]:
-    with ReplayedTree.locate("e003").open() as file:
-        return list(csv.DictReader(file))
-
-
 def test_taus_by_source_and_context_add_up(project: Path) -> None:
     """The contexts' are those of the trees that are grown again and traced."""
     replay_trees.main("e003")
@@ -131,29 +124,26 @@ def test_taus_by_source_and_context_add_up(project: Path) -> None:
             assert sum(bucket.cycles or 0 for bucket in long) == parts[1].cycles > 5
 
 
+def measure_replayed(rows: list[ReplayedTree], workload: str, name: str, tree: str) -> TableLine:
+    """Return the line of a cell whose integers are those of the replay."""
+    benchmark.main(workload, name, tree)
+    line = read_line(workload, name, tree)
+    (row,) = (r for r in rows if (r.tree, r.temperature) == (tree, line.row.temperature))
+    assert row.tau_low < row.tau < row.tau_high
+    counts = [sum(answer[k] for answer in line.point.requests) for k in ("accepted", "cycles")]
+    assert [row.accepted, row.cycles] == counts and row.accepted > 5, tree
+    assert find_replayed_tau(rows, line.cell) == line.row.tau == row.tau
+    return line
+
+
 def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_as_integers(project: Path) -> None:
     replay_trees.main("e003")
-    rows = table()
-    assert [(row["temperature"], row["top_p"]) for row in rows] == [("0.0", "")] * 4 + [("0.7", "0.9")] * 4
-    shares = {}
-    for workload, heat in (("eval", "0.0"), ("drawn", "0.7")):
-        for tree in ("t3_1_4", "t3_2_6"):
-            benchmark.main(workload, "e003", tree)
-            line = read_line(workload, "e003", tree)
-            (row,) = (
-                r
-                for r in rows
-                if f"t{r['num_steps']}_{r['topk']}_{r['num_draft_tokens']}" == tree and r["temperature"] == heat
-            )
-            accepted, cycles = (sum(answer[k] for answer in line.point.requests) for k in ("accepted", "cycles"))
-            assert (int(row["accepted"]), int(row["cycles"])) == (accepted, cycles) and accepted > 5
-            assert float(row["tau_low"]) < float(row["tau"]) < float(row["tau_high"])
-            assert find_replayed_tau(ReplayedTree.read("e003"), line.cell) == line.row.tau
-            shares[workload, tree] = line.row.identical_share
-    assert shares["eval", "t3_1_4"] == shares["eval", "t3_2_6"] == 1.0
-    assert shares["drawn", "t3_1_4"] == shares["drawn", "t3_2_6"] == None, (  # noqa: E711
-        "not defined where answers are drawn"
-    )
+    rows = ReplayedTree.read("e003")
+    assert [(row.temperature, row.top_p) for row in rows] == [(0.0, None)] * 4 + [(0.7, 0.9)] * 4
+    for tree in ("t3_1_4", "t3_2_6"):
+        assert measure_replayed(rows, "eval", "e003", tree).row.identical_share == 1.0
+        drawn = measure_replayed(rows, "drawn", "e003", tree).row.identical_share
+        assert drawn is None, "not defined where answers are drawn"
 
 
 LOOKUPS = {  # shapes of benchmark.trees, and of the same numbers those at other num_steps, 1 and 3
@@ -164,37 +154,21 @@ LOOKUPS = {  # shapes of benchmark.trees, and of the same numbers those at other
 
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_a_lookup_accepts_in_cells_what_its_replay_says_as_integers(project: Path, name: str) -> None:
-    """At every shape and both temperatures: the suffixes' earlier answers are those of the cell's order."""
-    _, replayed = LOOKUPS[name]
+    """The suffixes' earlier answers are those of the cell's order."""
+    named, replayed = LOOKUPS[name]
     builtin = {"lookup": {"model": "builtin/ngram"}, "suffixes": {"model": "builtin/suffix"}}
-    edit_params(project, {
-        "import_draft": {"checkpoints": builtin}, "replay_trees": {"checkpoints": list(builtin)},
-        "benchmark": {"checkpoints": list(builtin), "trees": [*LOOKUPS["lookup"][0], *LOOKUPS["suffixes"][0]]},
-    })  # fmt: skip
+    only = {"import_draft": {"checkpoints": builtin}, "replay_trees": {"checkpoints": [name]}}
+    edit_params(project, only | {"benchmark": {"checkpoints": [name], "trees": named}})
     import_draft.main(name)
     replay_trees.main(name)
     rows = ReplayedTree.read(name)
     assert [row.tree for row in rows] == replayed * 2 and [row.shape.name for row in rows] == replayed * 2
-    assert sum(row.accepted for row in rows) > 100, "nothing is accepted, so nothing is tested"
-    edit_params(
-        project, {"benchmark": {"trees": replayed, "checkpoints": [name]}, "replay_trees": {"checkpoints": [name]}}
-    )
-    for workload, heat in (("eval", 0.0), ("drawn", 0.7)):
-        for row in (row for row in rows if row.temperature == heat):
-            benchmark.main(workload, name, row.tree)
-            line = read_line(workload, name, row.tree)
-            accepted, cycles = (sum(answer[k] for answer in line.point.requests) for k in ("accepted", "cycles"))
-            assert (row.accepted, row.cycles) == (accepted, cycles), row.tree
-            assert find_replayed_tau(rows, line.cell) == line.row.tau == row.tau
-            assert row.tau_low < row.tau < row.tau_high and row.tau_oracle is row.tau_adaptive is None
-            histogram = line.point.acceptance.histogram
-            reaching = [sum(histogram[depth:]) for depth in range(len(histogram))]
-            shares = [here / before for before, here in itertools.pairwise(reaching) if before]
-            assert row.acceptance == " ".join(f"{share:.4f}" for share in shares)
-            assert row.tau - 1 <= row.mean_depth <= row.num_steps
+    edit_params(project, {"benchmark": {"trees": replayed}})
     parts = [part for part in GroupTau.read(name) if part.by == "context"]
-    for row in (row for row in rows if row.temperature == 0):
-        assert sum(part.cycles for part in parts if part.tree == row.tree) == row.cycles
+    for row in rows:
+        measure_replayed(rows, "drawn" if row.temperature else "eval", name, row.tree)
+        assert row.tau_oracle is row.tau_adaptive is None and row.tau - 1 <= row.mean_depth <= row.num_steps
+        assert row.temperature or sum(part.cycles for part in parts if part.tree == row.tree) == row.cycles
     assert TreeBucket.read(name) == []
 
 

@@ -64,11 +64,6 @@ class ReplayedTree(ReplayRecord):
         return rows
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Return what trees of different kinds have in common: a chain looked up and a drafted one of as many tokens."""
-        return self.num_steps, self.topk, self.num_draft_tokens
-
-    @property
     def shape(self) -> TreeShape:
         return parse_shape(self.tree)
 

@@ -121,9 +121,8 @@ class Dflash2Segment(BlockSegment):
 class DraftFamily:
     """The facts of a family."""
 
-    is_block: ClassVar[bool] = (
-        False  # one forward drafts a block; engines then verify the chain of the whole block alone
-    )
+    # one forward drafts a block; engines then verify the chain of the whole block alone
+    is_block: ClassVar[bool] = False
     name: str  # `method` of a segment of train_draft.checkpoints, and of config.json where that has no architecture
     title: str  # as its authors write it
     module: str  # of stages/families, whose code is an input; {} stands for the part of a family that is a folder
@@ -142,14 +141,9 @@ class DraftFamily:
     measures_steps: bool = False  # its static trees are as deep as train_draft.ttt_steps
 
     @property
-    def is_lookup(self) -> bool:
-        """Return whether it looks its guesses up: stored answers are enough to replay it."""
-        return self.is_replayed and self.segment is None
-
-    @property
     def is_timed(self) -> bool:
-        """Return whether time_cycles and servers run its drafts."""
-        return self.is_replayed and not self.is_lookup
+        """Return whether time_cycles and servers run its drafts; one without weights is replayed by looking its guesses up."""
+        return self.is_replayed and self.segment is not None
 
     @property
     def served_by(self) -> str | None:
@@ -163,9 +157,7 @@ class DraftFamily:
     def list_facts(self) -> dict[str, Any]:
         """Return what may change a result, by name."""
         found = {key: value for key, value in asdict(self).items() if key not in ("segment", "title", "depth_of")}
-        return {
-            key: list(value) if isinstance(value, tuple) else value for key, value in found.items()
-        }  # as JSON has them
+        return {key: list(x) if isinstance(x, tuple) else x for key, x in found.items()}  # as JSON has them
 
 
 @dataclass(frozen=True)
@@ -188,9 +180,8 @@ class BlockFamily(DraftFamily):
     segment: type[Segment] | None = BlockSegment
     depth_of: str = "the {} drafts of a block"
     samples_drafts: bool = True
-    first_slot: int = (
-        1  # the slot that predicts the first draft: 1 where slots predict themselves, 0 from the anchor on
-    )
+    # the slot that predicts the first draft: 1 where slots predict themselves, 0 from the anchor on
+    first_slot: int = 1
     own_sizes: tuple[str, ...] = ()  # keys of config.json, beside those of DFlash, which a segment may have too
     loss: BlockLossWeights = BlockLossWeights()
 

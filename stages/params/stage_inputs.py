@@ -249,7 +249,7 @@ def _fill_keys(params: Params, instance: Instance, keys: tuple[str, ...]) -> lis
     """Return the parts of the keys with the instance's names in their places; an engine's name may have a dot."""
     kind = params.drafts.get(instance.items.get("checkpoint", ""))
     names = {"workload": params.time_cycles.workload, **instance.items}
-    names["lookups"] = "trees" if kind and kind.family.is_lookup else ""
+    names["lookups"] = "" if kind is None or kind.family.is_timed else "trees"
     if instance.stage == "prepare_prompts":
         names["prompts"] = params.benchmark.workloads[names["workload"]].prompts
     return [[part.format(**names) for part in key.split(".")] for key in keys]

@@ -1,7 +1,6 @@
 """The sections that list trees: replay_trees, time_cycles."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -67,16 +66,6 @@ class ReplayTrees(TreeGrid):
     def list_conflicts(self) -> Iterator[str]:
         if not self.list_trees():
             yield "no tree of num_steps, topk and num_draft_tokens can be built; write smaller num_draft_tokens"
-
-    def list_lookups(self, letters: str, names: Iterable[str]) -> list[TreeShape]:
-        """Return the chains of `names` whose kind is one of `letters`, each at every num_steps too that its numbers allow."""
-        found: dict[str, TreeShape] = {}
-        for named in (parse_shape(name) for name in names if name[0] in letters):
-            for length in sorted({*self.num_steps, named.num_steps}):
-                with suppress(ValueError):
-                    shape = parse_shape(f"{named.name.rpartition('_')[0]}_{length}")
-                    found[shape.name] = shape
-        return list(found.values())
 
     def list_traced_trees(self, grid: list[TreeShape]) -> list[TreeShape]:
         """Return the trees of `trace_trees`, which may be outside the grid, or those that null stands for."""

@@ -4,7 +4,7 @@ A guess is accepted while it is the answer's next token, so the cycles are those
 there, the first token comes from prefill, a lookup reads each cycle's tokens before the next one, and those of the last never.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,8 +21,7 @@ class Lookup(Protocol):
 
     def begin_answer(self, prompt: list[int]) -> None: ...
 
-    def guess(self, new_tokens: list[int]) -> list[int]:
-        """Return guesses of what follows `context`, which ends with `new_tokens`."""
+    def guess(self, new_tokens: list[int]) -> list[int]: ...
 
 
 def replay_lookups(
@@ -33,26 +32,17 @@ def replay_lookups(
     counts = (torch.tensor([len(row.ids) for row in answers]) - prompt_lengths - 1).clamp(min=0)
     offsets, tables = (counts.cumsum(0) - counts).tolist(), []
     for lookup in lookups:
-        table = torch.zeros(
-            2, int(counts.sum()) + 1, dtype=torch.int64
-        )  # accepted and guessed drafts, as walk_cycles takes them
+        table = torch.zeros(2, int(counts.sum()) + 1, dtype=torch.int64)  # accepted and guessed drafts
         for row, offset in zip(answers, offsets, strict=True):
-            for position, accepted, guessed in _list_cycles(lookup, row):
-                table[:, offset + position] = torch.tensor([accepted, guessed])
+            ids, read, known = row.ids.tolist(), row.prompt_length, row.prompt_length + 1
+            lookup.begin_answer(ids[:read])
+            while known < len(ids):
+                lookup.context += ids[read:known]
+                guesses = lookup.guess(ids[read:known])
+                matches = [guess == token for guess, token in zip(guesses, ids[known:], strict=False)]
+                accepted = [*matches, False].index(False)
+                table[:, offset + known - 1 - row.prompt_length] = torch.tensor([accepted, len(guesses)])
+                read, known = known, known + accepted + 1
         tables.append(table)
     accepted, guessed = torch.stack(tables, 1)
     return walk_cycles(accepted, guessed, counts, num_steps, prompt_lengths)
-
-
-def _list_cycles(lookup: Lookup, row: RowHeader) -> Iterator[tuple[int, int, int]]:
-    """Yield the position of each cycle's root in the answer, its accepted drafts and its guesses."""
-    ids = row.ids.tolist()
-    lookup.begin_answer(ids[: row.prompt_length])
-    read, known = row.prompt_length, row.prompt_length + 1
-    while known < len(ids):
-        lookup.context += ids[read:known]
-        guesses = lookup.guess(ids[read:known])
-        matches = [guess == token for guess, token in zip(guesses, ids[known:], strict=False)]
-        accepted = [*matches, False].index(False)
-        yield known - 1 - row.prompt_length, accepted, len(guesses)
-        read, known = known, known + accepted + 1

@@ -73,7 +73,7 @@ def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[Replaye
     top, low = max(t.tau for t in trees), min(t.tau for t in best)
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau")
     axes.set_ylim(top=top + 0.05 * (top - low + 0.1))
-    named = [replace(make_tree_point(tree), name=tree.shape.name.removeprefix("t")) for tree in chosen]
+    named = [replace(make_tree_point(tree), name=tree.tree.removeprefix("t")) for tree in chosen]
     return [*map(make_tree_point, [*best, *chosen]), *named]
 
 
@@ -135,6 +135,5 @@ def _make_speedup_point(
     x: float, shape: TreeShape, speedup: float, low: float | None, high: float | None, how: str
 ) -> PlotPoint:
     interval = format_interval(low, high)
-    return PlotPoint(
-        x, speedup, f"{shape.name.removeprefix('t')}: {speedup:.2f}×{f' ({interval})' if interval else ''}, {how}"
-    )
+    name = shape.name.removeprefix("t")
+    return PlotPoint(x, speedup, f"{name}: {speedup:.2f}×{f' ({interval})' if interval else ''}, {how}")

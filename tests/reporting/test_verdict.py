@@ -231,13 +231,18 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
 
 def test_a_lookup_is_set_against_the_best_trained_tree() -> None:
     families = {"e009": DraftKind(), "suffix": DraftKind(SUFFIX)}
-    found = [
-        give(replays={"e009": [replayed_tree("t5_2_8", 2.1, 2.0, 2.2), replayed_tree("t5_1_6", 2.4, 2.2, 2.6)],
-            "suffix": [replayed_tree("x24_8", tau, 2.0, 4.4, checkpoint="suffix")]}, families=families)
-        for tau in (3.2, 2.0)
-    ]  # fmt: skip
+    trained = [replayed_tree("t5_2_8", 2.1, 2.0, 2.2), replayed_tree("t5_1_6", 2.4, 2.2, 2.6)]
+
+    def compare(tau: float, groups: dict[str, list[GroupTau]] | None = None) -> str:
+        looked_up = [replayed_tree("x24_8", tau, 2.0, 4.4, checkpoint="suffix")]
+        (line,) = give(replays={"e009": trained, "suffix": looked_up}, families=families, groups=groups).details
+        return line
+
     expected = "Without training x24_8 with suffix commits 3.20 tokens a cycle (2.00-4.40), replayed; trained, 5_1_6"
-    (line,) = found[0].details
-    assert line.startswith(expected) and line.endswith("takes less than 0.75 of the former's time")
-    assert found[1].details[0].endswith("takes less than 1.20 of the former's time")
-    assert give(replays={"suffix": [replayed_tree("x24_8", 3.2, checkpoint="suffix")]}, families=families).details == ()
+    assert compare(3.2).startswith(expected) and compare(3.2).endswith("takes less than 0.75 times as long")
+    ends = {"answers": 4, "cycles": 9, "tau_low": None, "tau_high": None}
+    groups = {
+        name: [GroupTau(by="source", group=f"{n}.jsonl", tree=tree, tau=tau, **ends) for n, tau in enumerate(taus)]
+        for name, tree, taus in (("e009", "t5_1_6", (2.5, 2.3)), ("suffix", "x24_8", (1.2, 4.0)))
+    }
+    assert compare(2.0, groups).endswith("takes less than 1.20 times as long; on 1.jsonl the former commits more")
