@@ -149,7 +149,7 @@ def main(name: str) -> None:
 
 @dataclass(frozen=True)
 class Replayed(ABC):
-    """What is replayed."""
+    """A checkpoint, ready to be replayed."""
 
     grid: list[TreeShape]
     traced: list[TreeShape]

@@ -15,7 +15,7 @@ from stages.replay.replay import ContextCounts, WalkCounts, walk_cycles
 
 @runtime_checkable
 class Lookup(Protocol):
-    """What guesses the tokens of one answer after the other."""
+    """A draft without weights, as the torch engine has it: it guesses the tokens of one answer after the other."""
 
     context: list[int]  # prompt and answer so far
 
