@@ -139,8 +139,7 @@ def test_every_layer_of_p_eagle_counts() -> None:
         p.model_copy(update={"train_draft": train, "import_draft": imported}), shape, draft, 1.0, 10, 1, 100
     )
     h, one = 4096, sum(estimate.count_draft_parameters(draft).values())
-    heads = 2 * h * 32 * 128 + 2 * h * 8 * 128  # q, o; k, v
-    layer = heads + 3 * h * draft.intermediate_size + 2 * h
+    layer = 2 * h * (32 + 8) * 128 + 3 * h * draft.intermediate_size + 2 * h  # q, o, k, v; MLP; norms
     assert run.count_parameters("p") == one + 3 * layer + 3 * h  # and mask_hidden
     run.add_disk()
     assert "import_draft" not in run.result.stages
