@@ -9,7 +9,6 @@ A workload takes the first prompts. A published set keeps its authors' order, si
 is sorted by a hash, since in its own order the first prompts would all be of its first file.
 """
 
-import hashlib
 import itertools
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +27,6 @@ from stages.target import manifest
 from stages.telemetry.run_stage import run_stage
 
 EVAL_FOLDER = Path("data/sampled/eval")
-SALT = b"prepare_prompts"  # not that of the hashes that select rows for sampling
 # Each quantity of `random` prompts has its own random stream, so that changing one changes no other.
 LENGTHS_STREAM, SHARES_STREAM, STARTS_STREAM = range(3)
 
@@ -63,12 +61,7 @@ def _read_eval_split() -> list[WorkloadPrompt]:
     split = conversations.read_table(EVAL_FOLDER, conversations.SAMPLED_SCHEMA, "sample_target")
     columns = split.select("id", "prompt_ids", "images", pl.col("answer_ids").list.len()).iter_rows()
     rows = (WorkloadPrompt(id, ids, images=images, answer_tokens=count) for id, ids, images, count in columns)
-    return sorted(rows, key=_hash_prompt)
-
-
-def _hash_prompt(row: WorkloadPrompt) -> bytes:
-    images = [image.encode() for image in row.images or []]
-    return hashlib.sha256(b"\0".join([SALT, *images, np.array(row.prompt_ids, "<i4").tobytes()])).digest()
+    return sorted(rows, key=lambda row: workload_prompts.hash_prompt(row.prompt_ids, row.images))
 
 
 def _write_problems(params: schema.Params, workload: str, settings: Workload) -> list[PromptProblem]:

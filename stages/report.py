@@ -98,7 +98,8 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     lines = table.join_lines(cells, replayed, replayable)
     grids = _read_timing_grids(p)
     grid_remarks = timing_noise.find_grid_remarks(grids)
-    predicted = _predict_speedups(p, lines, replayed, replayable, grids, {remark.stage for remark in grid_remarks})
+    timed = {name: trees for name, trees in replayed.items() if families[name].family.is_timed}
+    predicted = _predict_speedups(p, lines, timed, replayable, grids, {remark.stage for remark in grid_remarks})
     reports = _read_stage_reports(p)
     return ReportInputs(
         cells=cells,

@@ -9,7 +9,7 @@ from stages.cells import cell as records_of_cells
 from stages.cells import request_record, table
 from stages.cells.cell import Cell
 from stages.cells.replay_records import ReplayedTree
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import TreeShape, parse_shape
 
 Row = dict[str, Any]
 FINGERPRINT = {
@@ -123,11 +123,11 @@ def replayed_tree(
     name: str, tau: float, low: float | None = None, high: float | None = None, **keys: Any
 ) -> ReplayedTree:
     """A row of a replay whose interval is tau itself unless given."""
-    shape = TreeShape.parse(name)
+    shape = parse_shape(name)
     counts = {"accept_rate": 0.5, "cycles": 900, "accepted": 900, "mean_depth": 2.0, "acceptance": "0.5"}
     bounds = {"tau_oracle": None, "tau_adaptive": None, "temperature": 0.0, "top_p": None}
     tree = {
-        "checkpoint": "e009", "num_steps": shape.num_steps, "topk": shape.topk,
+        "checkpoint": "e009", "tree": name, "num_steps": shape.num_steps, "topk": shape.topk,
         "num_draft_tokens": shape.num_draft_tokens, "tau": tau,
     }  # fmt: skip
     return ReplayedTree(**tree | {"tau_low": low or tau, "tau_high": high or tau} | counts | bounds | keys)

@@ -3,7 +3,6 @@
 A random target of nine tokens, and a random draft for it: so a third of the guesses is right.
 """
 
-import csv
 import shutil
 from contextlib import chdir
 from pathlib import Path
@@ -14,10 +13,10 @@ import polars as pl
 import pytest
 import torch
 
-from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, replay_trees
+from stages import benchmark, extract_hiddens, import_draft, init_draft, prepare_prompts, replay_trees
 from stages.cells import replay_records
 from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
-from stages.cells.table import find_replayed_tau
+from stages.cells.table import TableLine, find_replayed_tau
 from stages.data import conversations
 from stages.draft import checkpoint, supported_targets
 from stages.engine.decode import Engine
@@ -105,11 +104,6 @@ def project(shared_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return project
 
 
-def table() -> list[dict[str, str]]:
-    with ReplayedTree.locate("e003").open() as file:
-        return list(csv.DictReader(file))
-
-
 def test_taus_by_source_and_context_add_up(project: Path) -> None:
     """The contexts' are those of the trees that are grown again and traced."""
     replay_trees.main("e003")
@@ -130,29 +124,52 @@ def test_taus_by_source_and_context_add_up(project: Path) -> None:
             assert sum(bucket.cycles or 0 for bucket in long) == parts[1].cycles > 5
 
 
+def measure_replayed(rows: list[ReplayedTree], workload: str, name: str, tree: str) -> TableLine:
+    """Return the line of a cell whose integers are those of the replay."""
+    benchmark.main(workload, name, tree)
+    line = read_line(workload, name, tree)
+    (row,) = (r for r in rows if (r.tree, r.temperature) == (tree, line.row.temperature))
+    assert row.tau_low < row.tau < row.tau_high
+    counts = [sum(answer[k] for answer in line.point.requests) for k in ("accepted", "cycles")]
+    assert [row.accepted, row.cycles] == counts and row.accepted > 5, tree
+    assert find_replayed_tau(rows, line.cell) == line.row.tau == row.tau
+    return line
+
+
 def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_as_integers(project: Path) -> None:
     replay_trees.main("e003")
-    rows = table()
-    assert [(row["temperature"], row["top_p"]) for row in rows] == [("0.0", "")] * 4 + [("0.7", "0.9")] * 4
-    shares = {}
-    for workload, heat in (("eval", "0.0"), ("drawn", "0.7")):
-        for tree in ("t3_1_4", "t3_2_6"):
-            benchmark.main(workload, "e003", tree)
-            line = read_line(workload, "e003", tree)
-            (row,) = (
-                r
-                for r in rows
-                if f"t{r['num_steps']}_{r['topk']}_{r['num_draft_tokens']}" == tree and r["temperature"] == heat
-            )
-            accepted, cycles = (sum(answer[k] for answer in line.point.requests) for k in ("accepted", "cycles"))
-            assert (int(row["accepted"]), int(row["cycles"])) == (accepted, cycles) and accepted > 5
-            assert float(row["tau_low"]) < float(row["tau"]) < float(row["tau_high"])
-            assert find_replayed_tau(ReplayedTree.read("e003"), line.cell) == line.row.tau
-            shares[workload, tree] = line.row.identical_share
-    assert shares["eval", "t3_1_4"] == shares["eval", "t3_2_6"] == 1.0
-    assert shares["drawn", "t3_1_4"] == shares["drawn", "t3_2_6"] == None, (  # noqa: E711
-        "not defined where answers are drawn"
-    )
+    rows = ReplayedTree.read("e003")
+    assert [(row.temperature, row.top_p) for row in rows] == [(0.0, None)] * 4 + [(0.7, 0.9)] * 4
+    for tree in ("t3_1_4", "t3_2_6"):
+        assert measure_replayed(rows, "eval", "e003", tree).row.identical_share == 1.0
+        drawn = measure_replayed(rows, "drawn", "e003", tree).row.identical_share
+        assert drawn is None, "not defined where answers are drawn"
+
+
+LOOKUPS = {  # shapes of benchmark.trees, and of the same numbers those at other num_steps, 1 and 3
+    "lookup": (["n2_1_4", "n1_1_3"], ["n2_1_1", "n2_1_3", "n2_1_4", "n1_1_1", "n1_1_3"]),
+    "suffixes": (["x8_4", "x4_2"], ["x8_1", "x8_3", "x8_4", "x4_1", "x4_2", "x4_3"]),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_lookup_accepts_in_cells_what_its_replay_says_as_integers(project: Path, name: str) -> None:
+    """The suffixes' earlier answers are those of the cell's order."""
+    named, replayed = LOOKUPS[name]
+    builtin = {"lookup": {"model": "builtin/ngram"}, "suffixes": {"model": "builtin/suffix"}}
+    only = {"import_draft": {"checkpoints": builtin}, "replay_trees": {"checkpoints": [name]}}
+    edit_params(project, only | {"benchmark": {"checkpoints": [name], "trees": named}})
+    import_draft.main(name)
+    replay_trees.main(name)
+    rows = ReplayedTree.read(name)
+    assert [row.tree for row in rows] == replayed * 2 and [row.shape.name for row in rows] == replayed * 2
+    edit_params(project, {"benchmark": {"trees": replayed}})
+    parts = [part for part in GroupTau.read(name) if part.by == "context"]
+    for row in rows:
+        measure_replayed(rows, "drawn" if row.temperature else "eval", name, row.tree)
+        assert row.tau_oracle is row.tau_adaptive is None and row.tau - 1 <= row.mean_depth <= row.num_steps
+        assert row.temperature or sum(part.cycles for part in parts if part.tree == row.tree) == row.cycles
+    assert TreeBucket.read(name) == []
 
 
 # What is refused

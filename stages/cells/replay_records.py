@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from stages.cells.record import GREEDY, DraftSampling, Record, limit_draft_sampling
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import TreeShape, parse_shape
 from stages.runtime import atomic
 
 REPLAY_FOLDER = Path("results/replay")
@@ -36,6 +36,7 @@ class ReplayedTree(ReplayRecord):
     """A tree on a checkpoint's eval answers of one temperature."""
 
     checkpoint: str
+    tree: str
     num_steps: int
     topk: int
     num_draft_tokens: int
@@ -47,7 +48,7 @@ class ReplayedTree(ReplayRecord):
     accepted: int | float
     mean_depth: float
     acceptance: str | None
-    tau_oracle: float | None  # None where drafts are sampled, as `tau_adaptive`
+    tau_oracle: float | None  # None where drafts are sampled and of lookups, as `tau_adaptive`
     tau_adaptive: float | None
     temperature: float
     top_p: float | None  # None at temperature 0
@@ -64,7 +65,7 @@ class ReplayedTree(ReplayRecord):
 
     @property
     def shape(self) -> TreeShape:
-        return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
+        return parse_shape(self.tree)
 
 
 class TreeBucket(ReplayRecord):

@@ -224,7 +224,7 @@ def find_replayed_tau(trees: Iterable[ReplayedTree], cell: Cell) -> float | None
 
 def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSpeedup | None) -> ResultRow:
     """Return the line of a tree without a cell; `predicted` is its speedup at the workload's temperature."""
-    copied = ("checkpoint", "num_steps", "topk", "num_draft_tokens", "temperature", "tau", "tau_low", "tau_high",
+    copied = ("checkpoint", "tree", "num_steps", "topk", "num_draft_tokens", "temperature", "tau", "tau_low", "tau_high",
               "accept_rate", "draft_sampling")  # fmt: skip
     return ResultRow(
         **tree.model_dump(include=set(copied)),
@@ -232,7 +232,6 @@ def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSp
         speedup_low=predicted.low if predicted else None,
         speedup_high=predicted.high if predicted else None,
         workload=workload,
-        tree=tree.shape.name,
         engine=TORCH.name,
         source=REPLAYED,
         in_turns=True,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
-from stages.families.draft_files import DraftFiles
+from stages.families.draft_files import DraftFiles, LoadedDraft
 from stages.params.tree_shape import NamedShape, TreeShape
 from stages.runtime import atomic
 from stages.target.manifest import TargetManifest
@@ -68,6 +68,9 @@ class HostProposer(Proposer):
         )
 
     def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
+        self.begin_answer(prompt)
+
+    def begin_answer(self, prompt: list[int]) -> None:
         self.context = list(prompt)
 
     def prepare(self, state: DecodeState) -> None:
@@ -98,6 +101,20 @@ class HostProposer(Proposer):
         return sum(t.nbytes for t in tensors if t is not None) + 8 * len(self.context)
 
 
+class ChainProposer(HostProposer):
+    """Chains of guesses that prompt and answers decide alone: a `Lookup` of stored answers too (replay/lookups.py)."""
+
+    @abstractmethod
+    def guess(self, new_tokens: list[int]) -> list[int]:
+        """Return guesses of what follows `context`, which ends with `new_tokens`."""
+
+    def build_guess_tree(self, new_tokens: list[int]) -> GuessTree:
+        found = GuessTree.empty(len(self.target_tokens))
+        for node, token in enumerate(self.guess(new_tokens), 1):
+            found.add_node(node, node - 1, token)
+        return found
+
+
 class HostDrafter(Drafter):
     """A family without weights beside a target, one prompt at a time."""
 
@@ -109,6 +126,13 @@ class HostDrafter(Drafter):
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> DraftingMethod:
         assert isinstance(shape, NamedShape), shape
         return self.make_method(*shape.numbers, self.device)
+
+
+def build_drafter(
+    make_method: Callable[..., DraftingMethod], draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str
+) -> HostDrafter:
+    """Return the drafter of a family; `make_method` takes the numbers of a shape's name, and a device."""
+    return HostDrafter(make_method, embedding.device)
 
 
 class HostFiles(DraftFiles):

@@ -21,12 +21,10 @@ Letters: W window_size, N ngram_size, G guess_set_size, M num_draft_tokens.
 import random
 
 import torch
-from torch import Tensor
 
-from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
-from stages.engine.proposer import Drafter, DraftingMethod
-from stages.families.draft_files import LoadedDraft
-from stages.families.host_proposer import UNMATCHABLE_TOKEN, GuessTree, HostDrafter, HostProposer
+from stages.engine.decode_state import CacheSlots
+from stages.engine.proposer import DraftingMethod
+from stages.families.host_proposer import UNMATCHABLE_TOKEN, GuessTree, HostProposer
 
 WINDOW_SEED = 0  # of the window's first tokens
 
@@ -72,8 +70,8 @@ class LookaheadProposer(HostProposer):
         self.ngram_pool: dict[int, dict[tuple[int, ...], None]] = {}  # token -> continuations, the latest last
         self.passes = 0
 
-    def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
-        super().start(slot, prompt, prefill, state)
+    def begin_answer(self, prompt: list[int]) -> None:
+        super().begin_answer(prompt)
         draw, method = random.Random(WINDOW_SEED), self.method
         self.rows = [draw.choices(prompt, k=method.window_size) for _ in range(method.ngram_size - 1)]
         self.ngram_pool, self.passes = {}, 0
@@ -122,8 +120,3 @@ class LookaheadProposer(HostProposer):
     def count_state_bytes(self, slots: CacheSlots) -> int:
         kept = sum(1 + len(ngram) for continuations in self.ngram_pool.values() for ngram in continuations)
         return super().count_state_bytes(slots) + 8 * (kept + sum(map(len, self.rows)))
-
-
-def build_drafter(draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str) -> Drafter:
-    """Shapes are l<window>_<level>_<guesses>."""
-    return HostDrafter(LookaheadMethod, embedding.device)

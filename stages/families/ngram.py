@@ -5,12 +5,10 @@ that are a chain of guesses. No draft and no training; the only memory is an ind
 """
 
 import torch
-from torch import Tensor
 
-from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
-from stages.engine.proposer import Drafter, DraftingMethod
-from stages.families.draft_files import LoadedDraft
-from stages.families.host_proposer import GuessTree, HostDrafter, HostProposer
+from stages.engine.decode_state import CacheSlots
+from stages.engine.proposer import DraftingMethod
+from stages.families.host_proposer import ChainProposer
 
 
 class PromptLookupMethod(DraftingMethod):
@@ -24,7 +22,7 @@ class PromptLookupMethod(DraftingMethod):
         return PromptLookupProposer(self)
 
 
-class PromptLookupProposer(HostProposer):
+class PromptLookupProposer(ChainProposer):
     """Chains of guesses and the index of n-grams behind them."""
 
     def __init__(self, method: PromptLookupMethod):
@@ -33,28 +31,20 @@ class PromptLookupProposer(HostProposer):
         self.followers: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
         self.num_indexed = 0  # tokens of the context that are indexed as followers
 
-    def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
-        super().start(slot, prompt, prefill, state)
+    def begin_answer(self, prompt: list[int]) -> None:
+        super().begin_answer(prompt)
         self.followers, self.num_indexed = {}, 0
 
-    def build_guess_tree(self, new_tokens: list[int]) -> GuessTree:
+    def guess(self, new_tokens: list[int]) -> list[int]:
         context, sizes = self.context, range(self.method.min_ngram, self.method.max_ngram + 1)
         for index in range(self.num_indexed, len(context)):
             for size in sizes:
                 if size <= index:
                     self.followers[tuple(context[index - size : index])] = index
         self.num_indexed = len(context)
-        found = GuessTree.empty(self.method.num_draft_tokens)
         matches = [self.followers.get(tuple(context[-size:])) for size in reversed(sizes) if size <= len(context)]
         first = next((index for index in matches if index is not None), len(context))
-        for node, token in enumerate(context[first : first + self.method.num_steps], 1):
-            found.add_node(node, node - 1, token)
-        return found
+        return context[first : first + self.method.num_steps]
 
     def count_state_bytes(self, slots: CacheSlots) -> int:
         return super().count_state_bytes(slots) + sum(8 * (len(ngram) + 1) for ngram in self.followers)
-
-
-def build_drafter(draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str) -> Drafter:
-    """Shapes are n<longest>_<shortest>_<length>."""
-    return HostDrafter(PromptLookupMethod, embedding.device)

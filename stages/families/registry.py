@@ -8,13 +8,15 @@ Beside its facts (params/families.py) a family has parts, of which a stage uses 
     build_overfit   a draft that learns one row, for check_overfit (overfit_run.py)
     build_replay    the draft on stored hidden states (draft_replay.py)
 
-A family without weights has the first two alone. A stage's inputs follow no import of this file: they have the parts, of the
-families that an instance meets, by name (FAMILY_PARTS of params/stage_inputs.py). So the decoding of no draft depends on a
-loss, nor does training depend on the engine, or on another family.
+A family without weights has the first two alone; one that is replayed is so by what it proposes in the engine. A stage's inputs
+follow no import of this file: they have the parts, of the families that an instance meets, by name (FAMILY_PARTS of
+params/stage_inputs.py). So the decoding of no draft depends on a loss, nor does training depend on the engine, or on another
+family.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -65,7 +67,7 @@ class Family:
 
 
 def _list_families() -> list[Family]:
-    f = families
+    f, look_up = families, host_proposer.build_drafter
     return [
         Family(
             f.EAGLE3, eagle3_files.Files(f.EAGLE3), eagle3_decoding.build_drafter, eagle3_training.Training(f.EAGLE3),
@@ -84,9 +86,9 @@ def _list_families() -> list[Family]:
         ),
         Family(f.EAGLE, eagle.Files(f.EAGLE), eagle.build_drafter, eagle.Training(f.EAGLE)),
         Family(f.MEDUSA, medusa.Files(f.MEDUSA), medusa.build_drafter, medusa.Training(f.MEDUSA)),
-        Family(f.NGRAM, host_proposer.HostFiles(f.NGRAM), ngram.build_drafter),
-        Family(f.LOOKAHEAD, host_proposer.HostFiles(f.LOOKAHEAD), lookahead.build_drafter),
-        Family(f.SUFFIX, host_proposer.HostFiles(f.SUFFIX), suffix.build_drafter),
+        Family(f.NGRAM, host_proposer.HostFiles(f.NGRAM), partial(look_up, ngram.PromptLookupMethod)),
+        Family(f.LOOKAHEAD, host_proposer.HostFiles(f.LOOKAHEAD), partial(look_up, lookahead.LookaheadMethod)),
+        Family(f.SUFFIX, host_proposer.HostFiles(f.SUFFIX), partial(look_up, suffix.SuffixMethod)),
     ]  # fmt: skip
 
 

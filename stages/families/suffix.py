@@ -11,12 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
-from stages.engine.proposer import Drafter, DraftingMethod
-from stages.families.draft_files import LoadedDraft
-from stages.families.host_proposer import GuessTree, HostDrafter, HostProposer
+from stages.engine.decode_state import CacheSlots
+from stages.engine.proposer import DraftingMethod
+from stages.families.host_proposer import ChainProposer
 
 MIN_PROBABILITY = np.float32(0.1)  # vLLM's suffix_decoding_min_token_prob; numbers are float32, as there
 SEPARATOR = -1  # before each text: no suffix goes across
@@ -111,27 +109,20 @@ class SuffixMethod(DraftingMethod):
         self.answers.begin_text()
 
 
-class SuffixProposer(HostProposer):
+class SuffixProposer(ChainProposer):
     """Chains of guesses from the text of one prompt and from the answers of all."""
 
     def __init__(self, method: SuffixMethod):
         super().__init__(method.num_draft_tokens, method.device)
         self.method, self.text = method, SuffixIndex(method.most_tokens)
 
-    def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
-        super().start(slot, prompt, prefill, state)
+    def begin_answer(self, prompt: list[int]) -> None:
+        super().begin_answer(prompt)
         self.text = SuffixIndex(self.method.most_tokens)
         self.text.extend(prompt)
         self.method.begin_answer(prompt)
 
-    def build_guess_tree(self, new_tokens: list[int]) -> GuessTree:
-        found = GuessTree.empty(self.method.num_draft_tokens)
-        for node, token in enumerate(self.guess(new_tokens), 1):
-            found.add_node(node, node - 1, token)
-        return found
-
     def guess(self, new_tokens: list[int]) -> list[int]:
-        """Return guesses of what follows `context`, which ends with `new_tokens`."""
         context, sources = self.context[-self.method.most_tokens :], (self.text, self.method.answers)
         for source in sources:
             source.extend(new_tokens)
@@ -141,8 +132,3 @@ class SuffixProposer(HostProposer):
     def count_state_bytes(self, slots: CacheSlots) -> int:
         # A token and its position, eight bytes each.
         return super().count_state_bytes(slots) + 16 * (len(self.text.tokens) + len(self.method.answers.tokens))
-
-
-def build_drafter(draft: LoadedDraft, embedding: Tensor, head: Tensor, tree_scoring: str) -> Drafter:
-    """Shapes are x<most tokens>_<length>."""
-    return HostDrafter(SuffixMethod, embedding.device)

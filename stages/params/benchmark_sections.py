@@ -149,9 +149,8 @@ class Benchmark(Section):
     @property
     def samples_drafts(self) -> bool:
         """Return whether drafts are sampled for some workload of the torch engine: none is at temperature 0."""
-        return self.draft_sampling == "sampled" and any(
-            self.workloads[name].temperature for name in self.torch_workloads
-        )
+        temperatures = [self.workloads[name].temperature for name in self.torch_workloads]
+        return self.draft_sampling == "sampled" and any(temperatures)
 
     def is_decoded_one_by_one(self, name: str) -> bool:
         """Return whether the torch engine runs a workload prompt by prompt, both ways; otherwise it is measured in loads."""

@@ -222,9 +222,8 @@ def check_drawn_tokens(params: Params, difference: str) -> None:
     hot = [name for name in params.benchmark.torch_workloads if workloads[name].temperature > 0]
     drawn = [f"benchmark.workloads.{name}.temperature" for name in hot]
     replayed = [params.train_draft.checkpoints.get(name) for name in params.replay_trees.checkpoints]
-    if params.sample_target.eval_temperature > 0 and any(
-        segment and segment.family.samples_drafts for segment in replayed
-    ):
+    samples_drafts = any(segment and segment.family.samples_drafts for segment in replayed)
+    if samples_drafts and params.sample_target.eval_temperature > 0:
         drawn.append("sample_target.temperature")  # chains of sampled drafts are replayed on answers as they were drawn
     if drawn:
         raise ValueError(

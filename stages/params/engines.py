@@ -54,9 +54,8 @@ class EngineFacts:
     tells_version: bool = False  # whether its program tells it, where no environment does
     loads_quantised: bool = False  # files of the type `quantised` of its servers
     runs: str = "chains"  # in words
-    drafts_in_parallel: str = (
-        ""  # the first version that lets EAGLE-3's layers draft a chain in one pass; "": none does
-    )
+    # the first version that lets EAGLE-3's layers draft a chain in one pass; "": none does
+    drafts_in_parallel: str = ""
     explain_tree: ExplainShape | None = None  # of EAGLE-3's; None: it runs chains alone
     # Families of drafts without weights that it has itself, by name; None: one that aerie does not start.
     own_families: Mapping[str, ExplainShape | None] = field(default_factory=dict)

@@ -121,9 +121,8 @@ class Dflash2Segment(BlockSegment):
 class DraftFamily:
     """The facts of a family."""
 
-    is_block: ClassVar[bool] = (
-        False  # one forward drafts a block; engines then verify the chain of the whole block alone
-    )
+    # one forward drafts a block; engines then verify the chain of the whole block alone
+    is_block: ClassVar[bool] = False
     name: str  # `method` of a segment of train_draft.checkpoints, and of config.json where that has no architecture
     title: str  # as its authors write it
     module: str  # of stages/families, whose code is an input; {} stands for the part of a family that is a folder
@@ -136,10 +135,15 @@ class DraftFamily:
     drafts_in_parallel: bool = False  # a pass of EAGLE-3's layers drafts a chain: engines need their own way to run it
     # SGLang's --speculative-algorithm; in lower case vLLM's; None: that of benchmark_served.servers
     algorithm: str | None = None
-    is_replayed: bool = True  # by replay_trees; time_cycles and servers run it too
+    is_replayed: bool = True  # by replay_trees
     has_root: bool = False  # e000 is one of its drafts, and the others start from it
     samples_drafts: bool = False  # its chains can be drawn, and verified by the ratio of both probabilities
     measures_steps: bool = False  # its static trees are as deep as train_draft.ttt_steps
+
+    @property
+    def is_timed(self) -> bool:
+        """Return whether time_cycles and servers run its drafts; one without weights is replayed by looking its guesses up."""
+        return self.is_replayed and self.segment is not None
 
     @property
     def served_by(self) -> str | None:
@@ -153,9 +157,7 @@ class DraftFamily:
     def list_facts(self) -> dict[str, Any]:
         """Return what may change a result, by name."""
         found = {key: value for key, value in asdict(self).items() if key not in ("segment", "title", "depth_of")}
-        return {
-            key: list(value) if isinstance(value, tuple) else value for key, value in found.items()
-        }  # as JSON has them
+        return {key: list(x) if isinstance(x, tuple) else x for key, x in found.items()}  # as JSON has them
 
 
 @dataclass(frozen=True)
@@ -178,9 +180,8 @@ class BlockFamily(DraftFamily):
     segment: type[Segment] | None = BlockSegment
     depth_of: str = "the {} drafts of a block"
     samples_drafts: bool = True
-    first_slot: int = (
-        1  # the slot that predicts the first draft: 1 where slots predict themselves, 0 from the anchor on
-    )
+    # the slot that predicts the first draft: 1 where slots predict themselves, 0 from the anchor on
+    first_slot: int = 1
     own_sizes: tuple[str, ...] = ()  # keys of config.json, beside those of DFlash, which a segment may have too
     loss: BlockLossWeights = BlockLossWeights()
 
@@ -214,9 +215,9 @@ EAGLE = DraftFamily(
     depth_of="the {} steps whose guesses are measured (train_draft.ttt_steps)",
 )  # fmt: skip
 MEDUSA = DraftFamily("medusa", "Medusa", "medusa", MedusaSegment, "s", depth_of="its {} heads", is_replayed=False)
-NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False)
+NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n")
 LOOKAHEAD = DraftFamily("lookahead", "lookahead", "lookahead", shapes="l", is_replayed=False)
-SUFFIX = DraftFamily("suffix", "suffix decoding", "suffix", shapes="x", is_replayed=False)
+SUFFIX = DraftFamily("suffix", "suffix decoding", "suffix", shapes="x")
 FAMILIES = {f.name: f for f in (EAGLE3, PEAGLE, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD, SUFFIX)}
 ROOT_FAMILY = next(family for family in FAMILIES.values() if family.has_root)  # of e000
 BUILTINS = {f"{BUILTIN}{name}": family for name, family in FAMILIES.items() if family.segment is None}
@@ -284,7 +285,7 @@ class DraftKind:
         facts = SERVED[engine]
         if explain := facts.own_families.get(self.family.name):
             return self.explain_ungrown(shape) or explain(shape)
-        if not self.family.is_replayed:
+        if not self.family.is_timed:
             return f"aerie starts no {engine} with {self.family.title}: {self._explain_own_engines()}"
         if shape.letter != "t":
             return f"{engine} drafts {SHAPES['t']}"
@@ -316,13 +317,13 @@ class DraftKind:
             return None
         if whole := self.whole_block:
             return f"{TORCH_ONLY}: serving engines run the chain of the whole block alone, {whole.label}"
-        if not self.family.is_replayed:
+        if not self.family.is_timed:
             return f"{TORCH_ONLY}: {self._explain_own_engines()}"
         able = [x for x in SERVED.values() if x.drafts_in_parallel or not self.family.drafts_in_parallel]
         return f"{TORCH_ONLY}: {', '.join(f'{facts.title} runs {facts.runs}' for facts in able)}"
 
     def _explain_own_engines(self) -> str:
-        """Return which engines run a family that is not replayed, in words."""
+        """Return which engines run a family that is not timed, in words."""
         own = [facts.title for facts in SERVED.values() if self.family.name in facts.own_families]
         if not own:
             return f"no serving engine runs {self.family.title} so"

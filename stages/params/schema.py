@@ -20,7 +20,7 @@ from stages.params.benchmark_sections import Benchmark, BenchmarkServed, Workloa
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.engines import TORCH, is_in_process
-from stages.params.families import SEGMENT_TAG, TRAINABLE, DraftKind
+from stages.params.families import SEGMENT_TAG, SHAPES, TRAINABLE, DraftKind
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import (
@@ -124,11 +124,15 @@ class Params(Section):
         for key, name, _ in listed:
             family = self.drafts.get(name, DraftKind()).family
             is_served = key == "benchmark_served.checkpoints" and family.served_by in self.benchmark_served.engines
-            if key != "benchmark.checkpoints" and not (family.is_replayed or is_served):
+            is_lookup = family.is_replayed and not family.is_timed and key == "replay_trees.checkpoints"
+            if key != "benchmark.checkpoints" and not (family.is_timed or is_lookup or is_served):
                 served = f", or benchmark_served's with engines [{family.served_by}]" if family.served_by else ""
                 yield (
                     f"{key}: {name!r} is of {family.name}, expected EAGLE-3 or block drafts; put it into benchmark's{served}"
                 )
+            elif is_lookup and not any(tree.startswith(family.shapes) for tree in self.benchmark.trees):
+                wanted = SHAPES[family.shapes]
+                yield f"{key}: {name!r} is replayed at shapes of benchmark.trees, expected {wanted}, found none; add one there"
 
     def _list_named_checkpoints(self) -> dict[str, list[str]]:
         """Return the names of checkpoints by the key that has them; a list without a workload is not used."""
@@ -254,9 +258,8 @@ class Params(Section):
             reasons.setdefault((left_out.section, left_out.checkpoint), []).append(left_out.reason)
         served = self.benchmark_served
         for (section, name), found in reasons.items():
-            trees, engines = (
-                (self.benchmark.trees, 1) if section == "benchmark" else (served.trees, len(served.engines))
-            )
+            is_torch = section == "benchmark"
+            trees, engines = (self.benchmark.trees, 1) if is_torch else (served.trees, len(served.engines))
             if len(found) == len(trees) * engines:
                 yield f"{section}.trees has {', '.join(trees)}, of which none runs with {name}; expected one ({found[0]})"
 
@@ -359,11 +362,8 @@ def _explain_error(error: Any) -> str:
     if kind == "missing":
         return f"{key}: missing, and it has no default; write it (docs/params.yaml says what it is)"
     if kind == "union_tag_invalid":  # of a segment
-        key, given, message = (
-            f"{key}.method",
-            str(given.get("method")),
-            f"Input should be {', '.join(map(repr, TRAINABLE))}",
-        )
+        key, given = f"{key}.method", str(given.get("method"))
+        message = f"Input should be {', '.join(map(repr, TRAINABLE))}"
     pattern = (error.get("ctx") or {}).get("pattern")
     # "List should have at least 1 item after validation, not 0"
     plain = re.sub(r"^\w+ should (be|have) | after validation.*", "", message)

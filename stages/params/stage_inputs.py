@@ -111,6 +111,7 @@ DECLARED = {
             "target",
             *_name_keys("sample_target", "temperature top_p"),  # what the second eval set should be drawn at
             *_list_keys("replay_trees", ReplayTrees, but="checkpoints"),
+            "benchmark.{lookups}",  # `trees` of families that look their guesses up, of others nothing
         ),
         free=(MAKERS,), items=("checkpoint",),
     ),
@@ -246,7 +247,9 @@ def _restrict(value: Any, keys: list[list[str]]) -> Any:
 
 def _fill_keys(params: Params, instance: Instance, keys: tuple[str, ...]) -> list[list[str]]:
     """Return the parts of the keys with the instance's names in their places; an engine's name may have a dot."""
+    kind = params.drafts.get(instance.items.get("checkpoint", ""))
     names = {"workload": params.time_cycles.workload, **instance.items}
+    names["lookups"] = "" if kind is None or kind.family.is_timed else "trees"
     if instance.stage == "prepare_prompts":
         names["prompts"] = params.benchmark.workloads[names["workload"]].prompts
     return [[part.format(**names) for part in key.split(".")] for key in keys]

@@ -120,10 +120,8 @@ def parse_shape(name: str) -> TreeShape:
             is_possible = most_tokens > length
         case "l", (window, level, guesses):
             # The window's nodes, the root among them, and the guesses, all of which a pass verifies.
-            sizes, expected = (
-                (level - 1, guesses, (level - 1) * (window + guesses)),
-                "n-grams (level) of 2 tokens or more",
-            )
+            sizes = (level - 1, guesses, (level - 1) * (window + guesses))
+            expected = "n-grams (level) of 2 tokens or more"
             is_possible = level >= 2
         case kind, _:
             raise ValueError(f"{name!r} is no shape; write {NOTATIONS[kind]}")

@@ -172,17 +172,15 @@ def _make_number_reference(solution: str) -> str:
 
 def _make_boxed_reference(answer: str) -> str:
     """Return the reference of an answer, or of a whole solution with a boxed answer."""
-    return json.dumps(
-        {"kind": "math500", "answer": final_answer.find_boxed_answer(answer) or answer.strip()}, ensure_ascii=False
-    )
+    final = final_answer.find_boxed_answer(answer) or answer.strip()
+    return json.dumps({"kind": "math500", "answer": final}, ensure_ascii=False)
 
 
 def _read_text(row: dict[str, Any], key: str) -> str:
     found = row.get(key)
     if not isinstance(found, str) or not found.strip():
-        raise MalformedRowError(
-            f"expected {key}, a text, found {_describe_keys(row) if found is None else json_lines.abbreviate_row(found)}"
-        )
+        shown = _describe_keys(row) if found is None else json_lines.abbreviate_row(found)
+        raise MalformedRowError(f"expected {key}, a text, found {shown}")
     return found
 
 

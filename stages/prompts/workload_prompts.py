@@ -1,12 +1,15 @@
 """Read and write data/prompts/WORKLOAD.parquet: a workload's prompts as the target reads them (prepare_prompts -> benchmarks)."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 
 from stages.data import conversations
 
+SALT = b"prepare_prompts"  # not that of the hashes that select rows for sampling
 PROMPTS_FOLDER = Path("data/prompts")
 PROMPTS_SCHEMA = pl.Schema(
     {
@@ -39,6 +42,12 @@ class WorkloadPrompt:
 
 def locate_prompts(workload: str) -> Path:
     return PROMPTS_FOLDER / f"{workload}.parquet"
+
+
+def hash_prompt(ids: list[int], images: list[str] | None) -> bytes:
+    """Return the key by which prompts of the eval split are ordered."""
+    names = [image.encode() for image in images or []]
+    return hashlib.sha256(b"\0".join([SALT, *names, np.array(ids, "<i4").tobytes()])).digest()
 
 
 def compute_max_new_tokens(length_share: float, max_new_tokens: int) -> int:

@@ -146,13 +146,10 @@ def read_publication(path: Path) -> list[PublishedRow]:
         raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
     except ValidationError as error:
         raise ValueError(guarded_yaml.explain_schema_errors(error, str(path))) from None
-    rows = [
-        row for n, table in enumerate(file.tables) for row in _read_table(path, file, table, f"{path}: tables[{n}]")
-    ]
-    if unused := set(file.metrics) - {row.metric for row in rows}:
-        raise ValueError(
-            f"{path}: metrics: no table has {', '.join(sorted(unused))}; name the column so, or leave it out"
-        )
+    named = [(table, f"{path}: tables[{n}]") for n, table in enumerate(file.tables)]
+    rows = [row for table, name in named for row in _read_table(path, file, table, name)]
+    if unused := ", ".join(sorted(set(file.metrics) - {row.metric for row in rows})):
+        raise ValueError(f"{path}: metrics: no table has {unused}; name the column so, or leave it out")
     return rows
 
 

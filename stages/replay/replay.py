@@ -179,9 +179,8 @@ class PositionTables:
         for s, (chosen, nodes) in self._trees[topk].items():
             self.accepted[chosen, positions] = (matching[:, :s, s - 1, None] < nodes).sum(1).T.to(dtype)
             self.tree_depth[chosen, positions] = (leading[:, :s, s - 1, None] < nodes).sum(1).T.to(dtype)
-            self.oracle_drafts[chosen, positions] = torch.minimum((numbers[:, :s] >= 0).sum(1), nodes[:, None]).to(
-                dtype
-            )
+            on_path = (numbers[:, :s] >= 0).sum(1)
+            self.oracle_drafts[chosen, positions] = torch.minimum(on_path, nodes[:, None]).to(dtype)
         table_index = self.topks.index(topk), ..., positions
         self.threshold_accepted[table_index], self.threshold_nodes[table_index] = evaluate_threshold_trees(
             scores, numbers, topk, self.thresholds
@@ -210,10 +209,8 @@ def replay_answers(
     for tree in trees:
         check_tree(tree, draft.config.draft_vocab_size, draft.config.sliding_window)
     ids, multimodal = answers.ids, answers.multimodal
-    starts, stops = (answers.starts - 1).tolist(), (answers.ends - 2).tolist()  # bonus token y_0 .. y_{n-2}
-    ranges = [
-        PositionRange(b, start, max(start, stop)) for b, (start, stop) in enumerate(zip(starts, stops, strict=True))
-    ]
+    spans = zip((answers.starts - 1).tolist(), (answers.ends - 2).tolist(), strict=True)  # bonus token y_0 .. y_{n-2}
+    ranges = [PositionRange(row, start, max(start, stop)) for row, (start, stop) in enumerate(spans)]
     counts = torch.tensor([r.stop - r.start for r in ranges], device=ids.device)
     tables, filled = PositionTables(trees, int(counts.sum()), tree_scoring, ids.device), 0
     fused, keys, values = encode_prefix(draft, ids, answers.features, embedding, multimodal)
@@ -286,9 +283,8 @@ def compute_capacity(draft: Eagle3Draft, trees: Sequence[TreeShape], memory: int
     own_cached = 2 * steps * cached  # old and new
     layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
     node = (own_cached + layer) * size + 16 * max(topks)
-    return ReplayCapacity(
-        max(1, memory // 2 // token), max(1, memory // 2 // (sum(topks) * node + count_candidate_bytes(trees)))
-    )
+    position = sum(topks) * node + count_candidate_bytes(trees)
+    return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // position))
 
 
 def count_table_bytes(trees: Sequence[TreeShape]) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stages.draft.eagle3 import Eagle3Draft, build_prefix_mask, compute_first_state, encode_prefix
 from stages.params.tree_shape import SGLANG_SCORING, TreeShape
-from stages.replay.replay import ReplayBatch, gather_following_tokens
+from stages.replay.replay import ReplayBatch, gather_following_tokens, match_answer_path
 from stages.trees.draft_tree import Candidates, select_topk
 from stages.trees.expansion import expand_candidates
 
@@ -31,10 +31,10 @@ def classify_text(text: str) -> str:
     """Return the class of a token's text; an empty text is structure."""
     if any(c.isdigit() for c in text):
         return "digits"
-    has_letters = any(
-        c == INCOMPLETE_CHARACTER or not unicodedata.category(c).startswith(STRUCTURE_CATEGORIES) for c in text
+    is_structure = (
+        unicodedata.category(c).startswith(STRUCTURE_CATEGORIES) and c != INCOMPLETE_CHARACTER for c in text
     )
-    return "letters" if has_letters else "structure"
+    return "structure" if all(is_structure) else "letters"
 
 
 def classify_tokens(tokenizer: Any, ids: Iterable[int]) -> Tensor:
@@ -67,7 +67,6 @@ class TreeCycles(NamedTuple):
     path_probability: Tensor  # [C, N] the draft's, of the path from the root to the node
     depth: Tensor  # [C, N] from 1
     sibling_rank: Tensor  # [C, N] among its parent's children, from 1
-    rank_in_depth: Tensor  # [C, N] among the nodes of its depth, from 1
     accepted_nodes: Tensor  # [C, N] bool
 
 
@@ -106,10 +105,11 @@ def describe_cycles(
     topk = tree.topk
     score, nodes = select_topk(candidates.scores, tree.num_draft_tokens - 1)  # [C, N]
     depth = torch.where(nodes < topk, 1, (nodes - topk) // (topk * topk) + 2)
-    accepted = _mark_accepted_nodes(candidates, nodes, following)
+    path = match_answer_path(candidates, following, topk)  # [C, S]
+    accepted = (nodes[..., None] == path[:, None]).any(-1)  # a tree holds the ancestors of each of its nodes
     return TreeCycles(
         row, position, accepted.sum(1), score.exp() if tree_scoring == "eagle" else score, depth,
-        torch.where(nodes < topk, nodes, (nodes - topk) % topk) + 1, _rank_within_depth(depth), accepted,
+        torch.where(nodes < topk, nodes, (nodes - topk) % topk) + 1, accepted,
     )  # fmt: skip
 
 
@@ -151,27 +151,6 @@ def _split_cycles(num_rows: int, num_cycles: int, at_once: int) -> Iterator[tupl
             yield slice(row, min(num_rows, row + rows_at_once)), slice(cycle, min(num_cycles, cycle + part))
 
 
-def _mark_accepted_nodes(candidates: Candidates, nodes: Tensor, following: Tensor) -> Tensor:
-    """Return [C, N] bool: the nodes on the answer's path, from the root down to the first that the tree lacks."""
-    tokens, parents = torch.gather(candidates.tokens, 1, nodes), torch.gather(candidates.parents, 1, nodes)
-    accepted = torch.zeros_like(nodes, dtype=torch.bool)
-    parent = torch.full_like(nodes[:, :1], -1)  # the root
-    for token in following.T:
-        matches = (parents == parent) & (tokens == token[:, None])  # at most one: siblings carry different tokens
-        accepted |= matches
-        parent = torch.where(matches, nodes, -2).amax(1, keepdim=True)  # no node has the parent -2
-    return accepted
-
-
-def _rank_within_depth(depth: Tensor) -> Tensor:
-    """Return [C, N]: each node's rank from 1 among the nodes of its depth; nodes come best first."""
-    if not depth.numel():
-        return depth
-    depths = torch.arange(1, int(depth.max()) + 1, device=depth.device)
-    ranks = (depth[..., None] == depths).cumsum(1)  # [C, N, S]
-    return torch.gather(ranks, 2, depth[..., None] - 1)[..., 0]
-
-
 @dataclass(frozen=True)
 class CountedBucket:
     """Counts of the cycles or nodes of a bucket; those that its grouping doesn't have are None."""
@@ -187,7 +166,7 @@ class CountedBucket:
 class TreeStatistics:
     """Counts of one tree by (grouping, bucket): cycles, verified nodes, their summed path probabilities, accepted drafts.
 
-    The groupings `row`, `context`, `answer`, `after` and `expected_accepted` count whole cycles; `depth`, `sibling`, `level`,
+    The groupings `row`, `context`, `answer`, `after` and `expected_accepted` count whole cycles; `depth`, `sibling`,
     `rank` and `path_probability` count nodes, without their cycles; `token` counts the answers' tokens.
     """
 
@@ -205,16 +184,14 @@ class TreeStatistics:
         root, probability = starts[cycles.row] + cycles.root_position, cycles.path_probability  # [C] index of the root
         lengths, probabilities = _name_buckets(LENGTH_EDGES), _name_buckets(PROBABILITY_EDGES)
         self._count_cycles("row", [names[r] for r in cycles.row.tolist()], cycles)
-        self._count_cycles("context", [lengths[i] for i in _assign_buckets(root + 1, LENGTH_EDGES).tolist()], cycles)
-        answer_buckets = _assign_buckets(cycles.root_position, LENGTH_EDGES)
-        self._count_cycles("answer", [lengths[i] for i in answer_buckets.tolist()], cycles)
+        for grouping, length in (("context", root + 1), ("answer", cycles.root_position)):
+            self._count_cycles(grouping, [lengths[i] for i in _assign_buckets(length, LENGTH_EDGES).tolist()], cycles)
         self._count_cycles("after", [TOKEN_CLASSES[i] for i in classes[ids[cycles.row, root]].tolist()], cycles)
         expected = probability.double().sum(1).tolist()
         self._count_cycles("expected_accepted", [str(int(accepted)) for accepted in expected], cycles)
         rank = torch.arange(1, probability.shape[1] + 1).expand_as(probability)
         self._count_nodes("depth", cycles.depth, str, cycles)
         self._count_nodes("sibling", cycles.sibling_rank, str, cycles)
-        self._count_nodes("level", cycles.rank_in_depth, str, cycles)
         self._count_nodes("rank", rank, str, cycles)
         buckets = _assign_buckets(probability, PROBABILITY_EDGES)
         self._count_nodes("path_probability", buckets, probabilities.__getitem__, cycles)
@@ -243,10 +220,8 @@ class TreeStatistics:
         """Count nodes by the number [C, N] of each one's bucket, which `name` names."""
         values, bucket_index = np.unique(buckets.flatten().numpy(), return_inverse=True)
         probability, accepted = (t.double().flatten().numpy() for t in (cycles.path_probability, cycles.accepted_nodes))
-        sums = [
-            np.bincount(bucket_index, weights, len(values))
-            for weights in (np.ones_like(probability), probability, accepted)
-        ]
+        weights = np.ones_like(probability), probability, accepted
+        sums = [np.bincount(bucket_index, each, len(values)) for each in weights]
         for index, value in enumerate(values.tolist()):
             self._count(grouping, name(value), 0, *(column[index] for column in sums))
 
@@ -262,7 +237,7 @@ class TreeStatistics:
         self.counts[grouping, bucket] += counts
 
 
-NODE_GROUPINGS = ("depth", "sibling", "level", "rank", "path_probability")
+NODE_GROUPINGS = ("depth", "sibling", "rank", "path_probability")
 GROUPING_ORDER = ("row", "context", "answer", "after", "token", "expected_accepted", *NODE_GROUPINGS)
 
 

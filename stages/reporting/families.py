@@ -5,6 +5,7 @@ SGLang and vLLM run the chain of a block draft's whole block; its other trees ru
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from stages.cells.prediction import PredictedSpeedup, index_torch_predictions
@@ -28,13 +29,15 @@ class FamilyLine:
 
 
 def select_shared_trees(replays: Mapping[str, list[ReplayedTree]]) -> dict[str, list[ReplayedTree]]:
-    """Return each checkpoint's trees of the shapes that all checkpoints have; all of its trees where they share none.
+    """Return each checkpoint's trees of the sizes that all checkpoints have; all of its trees where they share none.
 
-    Block drafts lack the trees deeper than their block, so means over all trees would be of different trees.
+    Block drafts lack trees deeper than their block, and lookups all but chains: means over all would be of different trees.
     """
-    every = [{tree.shape for tree in trees} for trees in replays.values()]
+    # A chain that is looked up has those of a drafted one of as many tokens.
+    sizes = attrgetter("num_steps", "topk", "num_draft_tokens")
+    every = [set(map(sizes, trees)) for trees in replays.values()]
     shared = every[0].intersection(*every) if every else set()
-    return {name: [tree for tree in trees if not shared or tree.shape in shared] for name, trees in replays.items()}
+    return {name: [tree for tree in trees if not shared or sizes(tree) in shared] for name, trees in replays.items()}
 
 
 def choose_family_lines(

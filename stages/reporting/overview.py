@@ -73,7 +73,7 @@ def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[Replaye
     top, low = max(t.tau for t in trees), min(t.tau for t in best)
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau")
     axes.set_ylim(top=top + 0.05 * (top - low + 0.1))
-    named = [replace(make_tree_point(tree), name=tree.shape.name[1:]) for tree in chosen]
+    named = [replace(make_tree_point(tree), name=tree.tree.removeprefix("t")) for tree in chosen]
     return [*map(make_tree_point, [*best, *chosen]), *named]
 
 
@@ -97,7 +97,7 @@ def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[ResultRow]) 
             axes.vlines(x, row.speedup_low, row.speedup_high, color=colour, linewidth=0.9)
         shape, how = row.shape, "predicted" if row.is_replayed else "measured"
         point = _make_speedup_point(x, shape, row.speedup, row.speedup_low, row.speedup_high, how)
-        plot_points.append(replace(point, name=shape.name[1:]))
+        plot_points.append(replace(point, name=shape.name.removeprefix("t")))
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="speedup over plain decoding")
     left, right = axes.get_xlim()
     if right - left < 1:  # trees of one size: the axis has room for their names
@@ -135,4 +135,5 @@ def _make_speedup_point(
     x: float, shape: TreeShape, speedup: float, low: float | None, high: float | None, how: str
 ) -> PlotPoint:
     interval = format_interval(low, high)
-    return PlotPoint(x, speedup, f"{shape.name[1:]}: {speedup:.2f}×{f' ({interval})' if interval else ''}, {how}")
+    name = shape.name.removeprefix("t")
+    return PlotPoint(x, speedup, f"{name}: {speedup:.2f}×{f' ({interval})' if interval else ''}, {how}")

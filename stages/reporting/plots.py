@@ -169,7 +169,8 @@ def cycle_styles() -> Iterator[dict[str, str]]:
 def make_tree_point(tree: ReplayedTree, suffix: str = "") -> PlotPoint:
     """Return the point of a tree in a plot of tau against num_draft_tokens; `suffix` is added to its text."""
     interval = "" if tree.tau_low is None or tree.tau_high is None else f" ({tree.tau_low:.2f}-{tree.tau_high:.2f})"
-    return PlotPoint(tree.num_draft_tokens, tree.tau, f"{tree.shape.name[1:]}: tau {tree.tau:.2f}{interval}{suffix}")
+    name = tree.tree.removeprefix("t")
+    return PlotPoint(tree.num_draft_tokens, tree.tau, f"{name}: tau {tree.tau:.2f}{interval}{suffix}")
 
 
 def draw_lines(axes: Any, lines: dict[str, list[PlotPoint]], xlabel: str, ylabel: str) -> list[PlotPoint]:

@@ -157,7 +157,7 @@ def format_tables(
 ) -> list[str]:
     """Return the terminal's lines, a table per group. `doubted` are stages whose times are odd."""
     groups = group_in_turns(lines, replayed)
-    compares_memory = any(not draft.family.is_replayed for draft in families.values())
+    compares_memory = any(not draft.family.is_timed for draft in families.values())
     text = []
     for group in groups:
         family = families[str(group.checkpoint)]

@@ -101,7 +101,7 @@ def choose_budgets(trees: list[ReplayedTree]) -> list[int]:
 
 def build_heatmap(trees: list[ReplayedTree], budget: int) -> Heatmap:
     """Return tau by num_steps and topk, each at as many draft tokens of `budget` as it can use."""
-    fitting = sorted((t for t in trees if t.num_draft_tokens <= budget), key=lambda t: t.num_draft_tokens)
+    fitting = sorted((t for t in trees if t.num_draft_tokens <= budget), key=lambda t: (t.num_draft_tokens, t.tau))
     best = {(tree.num_steps, tree.topk): tree for tree in fitting}
     taus = [tree.tau for tree in best.values()]
     return Heatmap(budget, sorted({s for s, _ in best}), sorted({k for _, k in best}), best, min(taus), max(taus))

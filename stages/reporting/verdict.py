@@ -6,9 +6,9 @@ decides only where no tree was measured, else it is named as what to measure nex
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Literal
 
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
@@ -168,8 +168,10 @@ def build_verdict(
             f"{len(groups) - MAX_LINES} more groups of loads are in results/benchmark.csv and results/launch.json"
         )
     first = lines[0] if lines else None
+    lookups = {n: trees for n, trees in replays.items() if n in families and not families[n].family.is_timed}
+    drafted = {name: trees for name, trees in replays.items() if name not in lookups}
     parts = _judge_groups(first, replayable, replays, group_taus or {})
-    if first and first.kind != "launch" and (untrained := _describe_undertrained(replays, trained or {})):
+    if first and first.kind != "launch" and (untrained := _describe_undertrained(drafted, trained or {})):
         texts.insert(0, untrained)
     unsupported = dict.fromkeys(
         f"{row.tree or 'plain decoding'} on {row.engine}" for row in rows if not row.is_measured
@@ -180,6 +182,7 @@ def build_verdict(
         headline=texts[0] if texts else NOTHING_SERVED if left_out else NOTHING_SURE if remarks else NOTHING_TIMED,
         details=(
             *_describe_groups(first, parts),
+            *_compare_with_lookups(chain(*lookups.values()), chain(*drafted.values()), group_taus or {}),
             *texts[1:],
             *_describe_torch_only(left_out, judged, guesses, replayable, families),
             *refused,
@@ -369,6 +372,28 @@ def _warn_of_drafts(rows: list[ResultRow], replays: Mapping[str, list[ReplayedTr
     for name, trees in replays.items():
         if all(tree.tau == 1 for tree in trees):
             yield f"tau of {name} is exactly 1.00 in every replayed tree: {NOTHING_ACCEPTED}"
+
+
+def _compare_with_lookups(
+    looked_up: Iterable[ReplayedTree], drafted: Iterable[ReplayedTree], group_taus: Mapping[str, list[GroupTau]]
+) -> Iterator[str]:
+    """Yield at which costs of a cycle training pays, by replayed tau at temperature 0; nothing without trees of both."""
+    best = [max(select_temperature(trees, 0), key=lambda t: t.tau, default=None) for trees in (looked_up, drafted)]
+    if best[0] and best[1]:
+        words, taus = [], []
+        for tree in filter(None, best):
+            ends = format_interval(tree.tau_low, tree.tau_high, ONE_PROMPT)
+            words.append(
+                f"{format_tree(tree.tree)} with {tree.checkpoint} commits {tree.tau:.2f} tokens a cycle ({ends})"
+            )
+            rows = group_taus.get(tree.checkpoint, ())
+            taus.append({row.group: row.tau for row in rows if (row.by, row.tree) == ("source", tree.tree)})
+        ahead = [source for source, tau in taus[0].items() if tau > taus[1].get(source, tau)]
+        more = f"; on {list_first(ahead, MAX_NAMES)} the former commits more" if ahead and len(taus[0]) > 1 else ""
+        yield (
+            f"Without training {words[0]}, replayed; trained, {words[1]}: training pays where a cycle of the latter takes less "
+            f"than {best[1].tau / best[0].tau:.2f} times as long{more}"
+        )
 
 
 def _describe_undertrained(

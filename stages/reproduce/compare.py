@@ -69,9 +69,8 @@ def match_published_numbers(
             setting = row.setting.model_dump().items()
             match = next((match for match in matches if match.rows.items() <= setting), None)
             if match is None:
-                reason = (
-                    f"{row.metric} ({row.setting.method or 'no method'}, {row.where}): the recipe has no cell for it"
-                )
+                method = row.setting.method or "no method"
+                reason = f"{row.metric} ({method}, {row.where}): the recipe has no cell for it"
                 is_mean = row.setting.dataset == MEAN_DATASET
                 left_out[f"{row.metric}: a mean over data sets, whose parts are compared" if is_mean else reason] += 1
             elif (measure := _choose_measure(match, row)) not in comparison.MEASURES:

@@ -63,10 +63,8 @@ def apply_data(p: schema.Params) -> tuple[schema.Params, int]:
         questions = round(conversations * (sample.questions if sample else 1))
         evaluated = max(1, round(questions * p.fix_data.eval_share))
         asked = p.sample_target.train_rows, p.sample_target.eval_rows
-        train, evaluation = (
-            had if wanted is None else min(wanted, had)
-            for wanted, had in zip(asked, (questions - evaluated, evaluated), strict=True)
-        )
+        pairs = zip(asked, (questions - evaluated, evaluated), strict=True)
+        train, evaluation = (had if wanted is None else min(wanted, had) for wanted, had in pairs)
         rows = {"train_rows": train, "eval_rows": evaluation}
         p = p.model_copy(update={"sample_target": p.sample_target.model_copy(update=rows)})
     return p, min(_read_row_tokens(p, sample), p.extract_hiddens.max_length)

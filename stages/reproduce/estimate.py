@@ -19,17 +19,18 @@ from pathlib import Path
 import torch
 
 from stages import init_draft
-from stages.draft.eagle3 import DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.families.block import training as block_training_start
 from stages.families.block.files import list_block_tensor_shapes
 from stages.families.block.model import BlockDraftConfig
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
+from stages.families.peagle.model import PEagleConfig, PEagleDraft
 from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.draft_sections import MOST_BATCH_TOKENS
 from stages.params.engines import expand_urls
-from stages.params.families import ROOT_FAMILY, BlockSegment
+from stages.params.families import ROOT_FAMILY, BlockSegment, PEagleSegment
 from stages.params.units import format_bytes
 from stages.reproduce import data_size
 from stages.reproduce.block_flop import BlockCounts, count_block_flop
@@ -136,8 +137,9 @@ def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu:
 
 
 def count_draft_parameters(draft: DraftConfig) -> dict[str, int]:
-    """Return the parameters of an EAGLE-3 draft's fc, layer and head."""
-    sizes = {name: math.prod(shape) for name, shape in eagle3_checkpoint.list_tensor_shapes(draft).items()}
+    """Return the parameters of an EAGLE-3 or P-EAGLE draft's fc, layers and head."""
+    own = PEagleDraft if isinstance(draft, PEagleConfig) else Eagle3Draft
+    sizes = {name: math.prod(shape) for name, shape in eagle3_checkpoint.list_tensor_shapes(draft, own).items()}
     fc, head = sizes["fc.weight"], sizes["lm_head.weight"]
     return {"fc": fc, "head": head, "layer": sum(sizes.values()) - fc - head - sizes["d2t"] - sizes["t2d"]}
 
@@ -229,11 +231,17 @@ class _Run:
             return None
         return block_training_start.choose_sizes(segment, self.draft, self.target.manifest, mask_token_id=0)
 
+    def build_eagle_config(self, name: str) -> DraftConfig:
+        """Return the shape of a segment's draft of another family; those without a count of their own count as EAGLE-3's."""
+        segment = self.p.train_draft.checkpoints[name]
+        if not isinstance(segment, PEagleSegment):
+            return self.draft
+        return PEagleConfig(**vars(self.draft), num_hidden_layers=segment.layers)
+
     def count_parameters(self, name: str) -> int:
-        """Return the parameters of a segment's draft; those of families without a count of their own count as EAGLE-3's."""
         if config := self.build_block_config(name):
             return sum(math.prod(shape) for shape in list_block_tensor_shapes(config).values())
-        return self.eagle3_parameters
+        return sum(count_draft_parameters(self.build_eagle_config(name)).values())
 
     # Sizes and disk
 
@@ -270,10 +278,10 @@ class _Run:
             kept = sum(sizes) + max(sizes)
             derivation = f"{format_count(kept)} parameters * {each} bytes"
             result.add_disk("train_draft", "checkpoints", kept * each, derivation)
-        if imported := p.import_draft.checkpoints:
+        if imported := [draft for draft in p.import_draft.checkpoints.values() if not draft.builtin]:
             derivation = f"{len(imported)} * {format_count(total)} * 2 bytes"
             result.add_disk("import_draft", "imported drafts", 2 * total * len(imported), derivation)
-            result.download_bytes += 2 * total * sum(not Path(draft.model).is_dir() for draft in imported.values())
+            result.download_bytes += 2 * total * sum(not Path(draft.model).is_dir() for draft in imported)
         parameters = self.target.parameters
         if p.target.is_embedded:
             result.add_disk("prepare_target", "target", 4 * parameters, f"{format_count(parameters)} * 4 bytes")
@@ -348,7 +356,7 @@ class _Run:
                 work = BlockCounts(1, blocks, blocks * segment.num_drafts, blocks * segment.block_size * seen)
                 flop = count_block_flop(config, reads_target=bool(segment.family.loss.l1)).dot(work)
             else:
-                flop = compute_train_flop(self.target.manifest, self.draft, training.ttt_steps)
+                flop = compute_train_flop(self.target.manifest, self.build_eagle_config(name), training.ttt_steps)
             share = TRAINING_SHARES.get(segment.method, TRAINING_SHARES[ROOT_FAMILY.name])
             second = flop / share + online / EXTRACTING_SHARES[self.p.extract_hiddens.compile]
             seconds = epochs * tokens * second / PEAK_FLOPS / USED_SHARES[gpus > 1]

@@ -46,8 +46,7 @@ class ParquetShardWriter:
             self._locate_journal(number).unlink(missing_ok=True)  # left by a run killed between publishing and deleting
         unfinished = {int(path.stem) for path in (folder / "journals").glob("*.jsonl")}
         self.num_set = sum(map(self.shard_length, self.published))  # positions with a row, or dropped
-        self.num_resumed = self.num_set
-        self.num_resumed += sum(self.journal(number).resumed for number in unfinished)
+        self.num_resumed = self.num_set + sum(self.journal(number).resumed for number in unfinished)
 
     def shard_of(self, position: int) -> int:
         return position // self.size
@@ -78,9 +77,8 @@ class ParquetShardWriter:
         """Set the row of a position, None for a dropped one, and add to the counts; publish its shard if complete."""
         number = self.shard_of(position)
         rows = self._unfinished.setdefault(number, {})
-        assert position < self.total and not self.is_published(position) and position not in rows, (
-            f"row {position} twice"
-        )
+        is_new = position < self.total and not self.is_published(position) and position not in rows
+        assert is_new, f"row {position} twice"
         rows[position] = row
         self.num_set += 1
         self._shard_counts.setdefault(number, Counter()).update(counts)
@@ -92,9 +90,8 @@ class ParquetShardWriter:
     def finish(self) -> None:
         """Publish the shards that `set_row` held back; every position must be set."""
         for number in sorted(set(range(self.num_shards)) - self.published):
-            assert self._is_complete(number), (
-                f"shard {number} lacks {self.shard_length(number) - len(self._unfinished[number])} rows"
-            )
+            lacking = self.shard_length(number) - len(self._unfinished.get(number, ()))
+            assert not lacking, f"shard {number} lacks {lacking} rows"
             self._publish_shard(number)
 
     def publish(self, to: Path) -> None:

@@ -110,9 +110,8 @@ class SampledSplit:
         """Return the temperature of one request, drawn from the mixture."""
         cumulative = list(itertools.accumulate(weight for _, weight in self.mixture))
         threshold = _hash_to_number(f"{seed}:temperature:{request_id}") / 2**32 * cumulative[-1]
-        return next(
-            temperature for (temperature, _), stop in zip(self.mixture, cumulative, strict=True) if threshold < stop
-        )
+        stops = zip(self.mixture, cumulative, strict=True)
+        return next(temperature for (temperature, _), stop in stops if threshold < stop)
 
 
 def show_progress(splits: list[SampledSplit]) -> tqdm:
@@ -138,8 +137,7 @@ def describe_truncation(splits: list[SampledSplit]) -> str | None:
 def describe_unchecked(splits: list[SampledSplit]) -> str | None:
     """Return a warning where servers returned neither token ids nor counts; else None."""
     total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
-    unchecked = total["token_ids/text, unchecked"]
-    if not unchecked:
+    if not (unchecked := total["token_ids/text, unchecked"]):
         return None
     return (
         f"of {unchecked} of {total['rows']} answers the servers returned neither token ids nor how many tokens they had: nothing "

@@ -79,10 +79,8 @@ class SamplingContext:
             raise UnusableRequestError(request.unusable_reason)
         tokenizer, processor = self.encoder.tokenizer, self.encoder.image_processor
         if processor is not None:
-            mark, own = (
-                tokenizer.convert_ids_to_tokens(processor.image_token_id),
-                request.messages[: request.answer_index + 1],
-            )
+            mark = tokenizer.convert_ids_to_tokens(processor.image_token_id)
+            own = request.messages[: request.answer_index + 1]
             if any(mark in json.dumps(message, ensure_ascii=False) for message in own):
                 raise UnusableRequestError("picture_token_in_text")  # the target would expect an image there
             try:

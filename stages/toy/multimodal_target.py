@@ -52,9 +52,8 @@ def make_corpus(seed: int) -> list[MapConversation]:
 
 def build_tokenizer(conversations: list[MapConversation]) -> PreTrainedTokenizerFast:
     """Return weather-tiny's tokenizer trained on these texts, with Qwen-VL's four tokens appended to its vocabulary."""
-    tokenizer = text_targets.build_tokenizer(
-        text_targets.render_conversations([messages for messages, _ in conversations])
-    )
+    texts = text_targets.render_conversations([messages for messages, _ in conversations])
+    tokenizer = text_targets.build_tokenizer(texts)
     tokenizer.add_special_tokens({"additional_special_tokens": [VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD]})
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -64,9 +64,8 @@ def build_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, padding_side="left"
-    )
+    special: dict[str, Any] = {"eos_token": TURN_END, "pad_token": END_OF_TEXT, "padding_side": "left"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -88,9 +87,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, name: str = TARGE
         "num_key_value_heads": 1,
         "tie_word_embeddings": False,
     }
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**build_decoder_config(tokenizer) | experts | served_by_sglang, use_sliding_window=False)
-    )
+    sizes = build_decoder_config(tokenizer) | experts | served_by_sglang
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, use_sliding_window=False))
 
 
 def build_decoder_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

@@ -127,9 +127,8 @@ def _score_children(
 ) -> tuple[Tensor, Tensor]:
     """Return the scores and target ids [M, count] of each node's best successors; state [M, H]."""
     rows = count_logit_rows(draft.config.draft_vocab_size, state.device)
-    parts = [
-        draft_tree.select_topk(scoring.score_logits(draft.logits(part).float()), count) for part in state.split(rows)
-    ]
+    logits = (draft.logits(part).float() for part in state.split(rows))
+    parts = [draft_tree.select_topk(scoring.score_logits(x), count) for x in logits]
     scores, ids = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
     return scores, draft.to_target(ids)
 

@@ -1,7 +1,10 @@
 """Checkpoints that can be trained, imported, replayed and measured, and chains of segments of one draft."""
 
+from pathlib import Path
+
 import pytest
 
+from stages.params.schema import load_params
 from tests.params.params_edits import SECOND, edit_params_text, list_problems
 
 
@@ -11,6 +14,17 @@ def test_what_servers_do_not_run_is_not_replayed_or_timed(old: str, section: str
     edit_params_text((SECOND, f"{SECOND}\n    {heads}"), (old, "[heads]"))
     (line,) = list_problems()
     assert line.startswith(f"{section}.checkpoints: 'heads' is of medusa, expected EAGLE-3 or block drafts")
+
+
+def test_a_lookup_is_replayed_at_the_shapes_of_its_kind() -> None:
+    made = ("import_draft|checkpoints: {}", "checkpoints: {suffix: {model: builtin/suffix}}")
+    edit_params_text(made, ("[e003, e009]", "[e003, suffix]"))
+    (line,) = list_problems()
+    assert line.startswith(
+        "replay_trees.checkpoints: 'suffix' is replayed at shapes of benchmark.trees, expected chains by suffixes"
+    )
+    edit_params_text(made, ("[e003, e009]", "[e003, suffix]"), ("benchmark|trees: [", "trees: [x4_2, "))
+    assert load_params(Path("params.yaml")).replay_trees.checkpoints == ["e003", "suffix"]
 
 
 @pytest.mark.parametrize(

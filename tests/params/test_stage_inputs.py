@@ -57,6 +57,24 @@ def test_a_family_leaves_out_the_code_of_others(project: Path) -> None:
     assert found == [[True, False, False], [False, True, True], [False, False, True]]
 
 
+def test_the_shapes_of_cells_count_for_the_replay_of_lookups_alone(project: Path) -> None:
+    """Or another cell would replay trained drafts again, which takes hours."""
+    edit_params(project, {
+        "import_draft": {"checkpoints": {"suffix": {"model": "builtin/suffix"}}},
+        "replay_trees": {"checkpoints": ["e003", "suffix"]}, "benchmark": {"trees": ["t3_1_4", "x8_4"]},
+    })  # fmt: skip
+    found = [
+        build_inputs(load_params(), Instance("replay_trees", {"checkpoint": n}), KeptDigests())
+        for n in ("e003", "suffix")
+    ]
+    assert ["benchmark.trees" in one["params"] for one in found] == [False, True]
+    engine = "stages/engine/proposer.py"
+    assert [engine in one["code"] for one in found] == [False, True]
+    assert read_params("replay_trees", "suffix").benchmark.trees == ["t3_1_4", "x8_4"]
+    with pytest.raises(AttributeError, match="is not declared"):
+        read_params("replay_trees", "e003").benchmark.trees  # noqa: B018
+
+
 def test_what_every_engine_and_family_runs_is_left_out_for_none(project: Path) -> None:
     """Bug: a list of files to leave out named a module that others had been joined to, so its edits would rerun nothing."""
     shared = {"stages/measuring/measured_server.py", "stages/families/family.py"}

@@ -30,11 +30,7 @@ def add_block_draft(p: schema.Params) -> schema.Params:
             better = {"checkpoint": NAME, "tau": row.tau + 2, "tau_low": row.tau + 1.9, "tau_high": row.tau + 2.1}
             rows.append(row.model_copy(update=better))
     if all(row.shape != CHAIN for row in rows):
-        rows.append(
-            rows[0].model_copy(
-                update={"num_steps": CHAIN.num_steps, "topk": 1, "num_draft_tokens": CHAIN.num_draft_tokens}
-            )
-        )
+        rows.append(rows[0].model_copy(update={"tree": CHAIN.name, **vars(CHAIN)}))
     ReplayedTree.write_csv(ReplayedTree.locate(NAME), rows)
     TreeBucket.write_csv(TreeBucket.locate(NAME), [])
     GroupTau.write_csv(GroupTau.locate(NAME), [])

@@ -10,7 +10,7 @@ from stages import report
 from stages.cells.prediction import PredictedSpeedup, read_launch
 from stages.cells.replay_records import ReplayedTree
 from stages.params import schema
-from stages.params.families import DFLASH, DraftKind
+from stages.params.families import DFLASH, SUFFIX, DraftKind
 from stages.params.tree_shape import TreeShape
 from stages.reporting import families
 from tests.conftest import edit_params
@@ -93,3 +93,14 @@ def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.P
     for name, taus in means.items():
         assert metrics["checkpoints"][name]["mean_replay_tau"] == pytest.approx(sum(taus) / len(taus))
     assert f"over {len(shared)} trees it has the highest mean tau" in words(report.PAGE_FILE.read_text())
+
+
+def test_a_lookup_is_compared_at_the_chains_that_all_have() -> None:
+    """Without a shape in common each checkpoint's mean would be of other trees."""
+    trees = {"e009": ("t3_1_4", "t3_2_6", "t5_1_6"), "suffix": ("x8_3", "x16_3", "x8_4")}
+    replays = {name: [replayed_tree(tree, 2.0, checkpoint=name) for tree in trees[name]] for name in trees}
+    found = {name: [tree.tree for tree in shared] for name, shared in families.select_shared_trees(replays).items()}
+    assert found == {"e009": ["t3_1_4"], "suffix": ["x8_3", "x16_3"]}
+    kinds = {"e009": DraftKind(), "suffix": DraftKind(SUFFIX)}
+    (line,) = (x for x in families.choose_family_lines(replays, kinds, []) if x.checkpoint == "suffix")
+    assert (line.kind, line.tree.tree) == ("chain", "x8_3")

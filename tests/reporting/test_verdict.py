@@ -10,11 +10,12 @@ from stages.cells.prediction import LaunchAdvice, PredictedSpeedup
 from stages.cells.replay_records import GroupTau, ReplayedTree
 from stages.cells.table import ResultRow
 from stages.cells.training_records import TrainingReport
-from stages.params.families import DSPARK, DraftKind
+from stages.params.families import DSPARK, SUFFIX, DraftKind
 from stages.reporting import verdict
 from stages.reporting.families import Families
 from stages.reporting.timing_noise import TimingRemark
 from stages.reporting.verdict import Verdict
+from tests.served_cells import replayed_tree
 from tests.torch_cells import timed_cell
 
 
@@ -61,7 +62,8 @@ def give(
 
 def replayed_chain(first: float) -> ReplayedTree:
     values: dict[str, Any] = {
-        "checkpoint": "e009", "num_steps": 3, "topk": 1, "num_draft_tokens": 4, "tau": 1.2, "tau_low": 1.1, "tau_high": 1.3,
+        "checkpoint": "e009", "tree": "t3_1_4", "num_steps": 3, "topk": 1, "num_draft_tokens": 4, "tau": 1.2,
+        "tau_low": 1.1, "tau_high": 1.3,
         "accept_rate": 0.1, "cycles": 10, "accepted": 2, "mean_depth": 1.0, "acceptance": f"{first} 0.1 0.1",
         "tau_oracle": 2.0, "tau_adaptive": 2.0, "temperature": 0.0, "top_p": None,
     }  # fmt: skip
@@ -70,7 +72,7 @@ def replayed_chain(first: float) -> ReplayedTree:
 
 def test_a_mean_hides_no_source_or_context_that_loses_or_pays() -> None:
     """tau 4.0 at 1.5x: a source pays from tau 2.67 on."""
-    tree = replayed_chain(0.7).model_copy(update={"num_steps": 6, "topk": 4, "num_draft_tokens": 32, "tau": 4.0})
+    tree = replayed_chain(0.7).model_copy(update={"tree": "t6_4_32", "tau": 4.0})
     ends = {"code.jsonl": (4.4, 4.1, 4.7), "chat.jsonl": (2.2, 2.0, 2.5), "maths.jsonl": (2.6, 2.4, 2.8)}
     taus = [
         GroupTau(by="source", group=name, answers=40, cycles=99, tree="t6_4_32", tau=tau, tau_low=low, tau_high=high)
@@ -225,3 +227,22 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
     assert "Launch" not in alone.headline and alone.kind == "unknown"
     served = [serve(8, 1.9, 1.7, 2.1, engine="torch", checkpoint="b003", tree="t4_2_9")]
     assert "Launch" not in give(served=served, launch=[], families=BLOCKS).headline
+
+
+def test_a_lookup_is_set_against_the_best_trained_tree() -> None:
+    families = {"e009": DraftKind(), "suffix": DraftKind(SUFFIX)}
+    trained = [replayed_tree("t5_2_8", 2.1, 2.0, 2.2), replayed_tree("t5_1_6", 2.4, 2.2, 2.6)]
+
+    def compare(tau: float, groups: dict[str, list[GroupTau]] | None = None) -> str:
+        looked_up = [replayed_tree("x24_8", tau, 2.0, 4.4, checkpoint="suffix")]
+        (line,) = give(replays={"e009": trained, "suffix": looked_up}, families=families, groups=groups).details
+        return line
+
+    expected = "Without training x24_8 with suffix commits 3.20 tokens a cycle (2.00-4.40), replayed; trained, 5_1_6"
+    assert compare(3.2).startswith(expected) and compare(3.2).endswith("takes less than 0.75 times as long")
+    ends = {"answers": 4, "cycles": 9, "tau_low": None, "tau_high": None}
+    groups = {
+        name: [GroupTau(by="source", group=f"{n}.jsonl", tree=tree, tau=tau, **ends) for n, tau in enumerate(taus)]
+        for name, tree, taus in (("e009", "t5_1_6", (2.5, 2.3)), ("suffix", "x24_8", (1.2, 4.0)))
+    }
+    assert compare(2.0, groups).endswith("takes less than 1.20 times as long; on 1.jsonl the former commits more")

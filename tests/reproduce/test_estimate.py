@@ -128,6 +128,23 @@ def test_block_drafts_have_the_published_sizes_and_the_hours_of_a_count_by_hand(
     assert lines["train_draft, dflash6"].startswith(f"{seconds / 3600:.2g} GPU-hours (6 epochs * ")
 
 
+def test_every_layer_of_p_eagle_counts() -> None:
+    """Bug: it counted as EAGLE-3's one, and drafts without weights as downloads."""
+    p, shape = shape_of("angelslim-qwen3-8b")
+    draft = estimate.init_draft.infer_config(p, shape.manifest)
+    segment = {"from": "e000", "epochs": 1, "method": "peagle", "layers": 4}
+    train = TrainDraft.model_validate({"checkpoints": {"p": segment}, "dtype": "bfloat16"})
+    imported = type(p.import_draft).model_validate({"checkpoints": {"suffix": {"model": "builtin/suffix"}}})
+    run = estimate._Run(
+        p.model_copy(update={"train_draft": train, "import_draft": imported}), shape, draft, 1.0, 10, 1, 100
+    )
+    h, one = 4096, sum(estimate.count_draft_parameters(draft).values())
+    layer = 2 * h * (32 + 8) * 128 + 3 * h * draft.intermediate_size + 2 * h  # q, o, k, v; MLP; norms
+    assert run.count_parameters("p") == one + 3 * layer + 3 * h  # and mask_hidden
+    run.add_disk()
+    assert "import_draft" not in run.result.stages
+
+
 def test_a_target_of_a_local_folder_is_read_from_its_own_config(tmp_path: Path) -> None:
     p, known = shape_of("angelslim-qwen3-1.7b")
     recorded = json.loads(Path("recipes/targets/Qwen3-1.7B.json").read_text())

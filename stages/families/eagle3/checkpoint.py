@@ -50,9 +50,9 @@ IGNORED_KEYS = {  # without effect on a draft
 }  # fmt: skip
 
 
-def list_tensor_shapes(c: DraftConfig) -> dict[str, tuple[int, ...]]:
+def list_tensor_shapes(c: DraftConfig, draft_type: type[Eagle3Draft] = Eagle3Draft) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of a draft, by name."""
-    return list_shapes(lambda: Eagle3Draft(c))
+    return list_shapes(lambda: draft_type(c))
 
 
 def build_eagle3_config(
