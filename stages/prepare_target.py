@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from stages.draft import supported_targets
+from stages.engine import tree_masks
 from stages.families.block import mask_token
 from stages.params import checks, schema, target_files
 from stages.params.section import BUILTIN
@@ -183,7 +184,7 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
     try:
         model = head_check.load_first_block(str(weights), p.target.trust_remote_code)
         found = head_check.compare_head(model, embedding, head)
-        in_trees = head_check.explain_tree_mask_failure(model)
+        in_trees = tree_masks.explain_tree_mask_failure(model)
     except Exception as error:  # remote code may not run with one block; check_overfit decodes with all
         print(f"the head was not compared: one block of {target.model} alone gives {type(error).__name__}: {error}")
         config = foreign_files.read_config(weights, p.target.trust_remote_code)
