@@ -21,7 +21,7 @@ from stages.draft import supported_targets
 from stages.engine import tree_masks
 from stages.families.block import mask_token
 from stages.params import checks, schema, target_files
-from stages.params.section import BUILTIN
+from stages.params.section import BUILTIN, PARAMS_FILE
 from stages.runtime import atomic, scratch
 from stages.target import (
     chat_template,
@@ -219,7 +219,7 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
             "the torch engine compute logits without; such a model can't be a target yet"
         )
     if found.same_head and found.same_choice:
-        checks.check_drawn_tokens(p, difference)
+        _check_drawn_tokens(p, difference)
         print(
             f"note: {difference}. It is the class's own head, so the class caps its logits; drafts are trained without"
         )
@@ -228,6 +228,26 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
         f"params.yaml: target.model {target.model}: {difference}: lm_head.weight of its files is another table than the class's "
         "head; such a model can't be a target yet"
     )
+
+
+def _check_drawn_tokens(params: schema.Params, difference: str) -> None:
+    """Raise ValueError where the torch engine or replay is to draw tokens by logits that lack the class's cap.
+
+    `difference` says how far the target's own logits are from those.
+    """
+    workloads = params.benchmark.workloads
+    hot = [name for name in params.benchmark.torch_workloads if workloads[name].temperature > 0]
+    drawn = [f"benchmark.workloads.{name}.temperature" for name in hot]
+    replayed = [params.train_draft.checkpoints.get(name) for name in params.replay_trees.checkpoints]
+    if params.sample_target.eval_temperature > 0 and any(
+        segment and segment.family.samples_drafts for segment in replayed
+    ):
+        drawn.append("sample_target.temperature")  # chains of sampled drafts are replayed on answers as they were drawn
+    if drawn:
+        raise ValueError(
+            f"{PARAMS_FILE}: {', '.join(drawn)} above 0, expected 0: {difference}. The class caps its logits, and the torch "
+            "engine and replay would draw by logits without; set 0, or measure the workload by benchmark_served"
+        )
 
 
 def _fix_date(target: TargetManifest, tokenizer: Any) -> TargetManifest:

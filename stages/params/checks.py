@@ -213,25 +213,5 @@ def check_sliding_window(params: Params, window: int) -> None:
         )
 
 
-def check_drawn_tokens(params: Params, difference: str) -> None:
-    """Raise ValueError where the torch engine or replay is to draw tokens by logits that lack the class's cap.
-
-    `difference` says how far the target's own logits are from those.
-    """
-    workloads = params.benchmark.workloads
-    hot = [name for name in params.benchmark.torch_workloads if workloads[name].temperature > 0]
-    drawn = [f"benchmark.workloads.{name}.temperature" for name in hot]
-    replayed = [params.train_draft.checkpoints.get(name) for name in params.replay_trees.checkpoints]
-    if params.sample_target.eval_temperature > 0 and any(
-        segment and segment.family.samples_drafts for segment in replayed
-    ):
-        drawn.append("sample_target.temperature")  # chains of sampled drafts are replayed on answers as they were drawn
-    if drawn:
-        raise ValueError(
-            f"{PARAMS_FILE}: {', '.join(drawn)} above 0, expected 0: {difference}. The class caps its logits, and the torch "
-            "engine and replay would draw by logits without; set 0, or measure the workload by benchmark_served"
-        )
-
-
 TARGET_CHECKS = (check_target_path, check_device, check_target_settings, check_target_files, check_vocab_of_target)
 CHECKS = (check_raw, *TARGET_CHECKS)
