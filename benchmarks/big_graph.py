@@ -119,7 +119,7 @@ class GpuMemoryPeak:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "GpuMemoryPeak":
-        if torch.cuda.is_available() and pynvml:
+        if torch.cuda.is_available():
             self._thread.start()
         return self
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from stages.params import target_files
 from stages.params.data_sections import fits_file
-from stages.params.families import DraftKind
 from stages.params.schema import Params
 from stages.params.section import PARAMS_FILE, suggest_name
 from stages.params.units import list_first
@@ -137,12 +136,11 @@ def list_remarks(params: Params) -> Iterator[str]:
             f"init_draft.draft_vocab_size is {wanted} of the target's {size} tokens, and no other can be drafted; null takes "
             f"{params.init_draft.model_copy(update={'draft_vocab_size': None}).choose_vocab_size(size)}"
         )
-    unused, drafts = params.list_unused_checkpoints(), params.drafts
-    for is_replayed in (True, False):
-        names = [name for name in unused if drafts.get(name, DraftKind()).family.is_replayed == is_replayed]
-        keys = "replay_trees.checkpoints and benchmark.checkpoints" if is_replayed else "benchmark.checkpoints"
-        if names:
-            yield f"{', '.join(names)}: made, and neither replayed nor measured; add it to {keys}"
+    if unused := params.list_unused_checkpoints():
+        yield (
+            f"{', '.join(unused)}: made, and neither replayed nor measured; add it to benchmark.checkpoints, and to "
+            "replay_trees.checkpoints where its family is replayed"
+        )
 
 
 def read_chat_template(name: str | None) -> str | None:
