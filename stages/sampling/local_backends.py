@@ -162,7 +162,10 @@ def _generate_split(context: SamplingContext, model: Any, split: SampledSplit, b
     for shard, shard_rows in itertools.groupby(
         _read_rows(context, split, bar, with_answered=True), lambda row: row.shard
     ):
-        first, ready = shard * s.shard_size, sorted(shard_rows, key=lambda row: (row.temperature, len(row.prompt_ids)))
+        first, ready = (
+            split.shards.find_start(shard),
+            sorted(shard_rows, key=lambda row: (row.temperature, len(row.prompt_ids))),
+        )
         for temperature, same_temperature in itertools.groupby(ready, key=lambda row: row.temperature):
             rows = list(same_temperature)
             lengths = [len(row.prompt_ids) for row in rows]

@@ -58,6 +58,9 @@ class ParquetShardWriter:
     def shard_of(self, position: int) -> int:
         return int(self._shards[position])
 
+    def find_start(self, number: int) -> int:
+        return int(np.searchsorted(self._shards, number))
+
     def is_set(self, position: int) -> bool:
         """Return whether `position` has a row or is dropped, so that it needs no work."""
         number = self.shard_of(position)
