@@ -46,7 +46,7 @@ ROOMS = {
     "stages/params": (2700, 2995),
     "stages/runtime stages/telemetry": (1600, 1814),
     "stages/data": (4700,),
-    "stages/prompts stages/sampling": (1700, 1703),
+    "stages/prompts stages/sampling": (1700,),
     "stages/target": (2800,),
     "stages/hidden_states": (1300,),
     "stages/draft stages/families": (6000, 6776),

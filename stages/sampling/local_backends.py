@@ -73,10 +73,6 @@ class LocalRow:
     prompt_ids: list[int]
     temperature: float
 
-    @property
-    def shard(self) -> int:
-        return self.split.shards.shard_of(self.request.position)
-
     def settle(self, context: SamplingContext, ids: list[int], reason: str) -> None:
         answer = SampledAnswer(self.prompt_ids, ids, reason, "exact")
         context.settle_answer(self.split, self.request, self.temperature, answer)
@@ -159,9 +155,8 @@ def _generate_split(context: SamplingContext, model: Any, split: SampledSplit, b
     Answers above temperature 0 depend on their batch: one of which a row is missing is answered again as a whole.
     """
     s, target, processor = context.p.sample_target, context.target, context.encoder.image_processor
-    for shard, shard_rows in itertools.groupby(
-        _read_rows(context, split, bar, with_answered=True), lambda row: row.shard
-    ):
+    read = _read_rows(context, split, bar, with_answered=True)
+    for shard, shard_rows in itertools.groupby(read, lambda row: split.shards.shard_of(row.request.position)):
         first, ready = (
             split.shards.find_start(shard),
             sorted(shard_rows, key=lambda row: (row.temperature, len(row.prompt_ids))),
