@@ -157,10 +157,8 @@ def _generate_split(context: SamplingContext, model: Any, split: SampledSplit, b
     s, target, processor = context.p.sample_target, context.target, context.encoder.image_processor
     read = _read_rows(context, split, bar, with_answered=True)
     for shard, shard_rows in itertools.groupby(read, lambda row: split.shards.shard_of(row.request.position)):
-        first, ready = (
-            split.shards.find_start(shard),
-            sorted(shard_rows, key=lambda row: (row.temperature, len(row.prompt_ids))),
-        )
+        first = split.shards.find_start(shard)
+        ready = sorted(shard_rows, key=lambda row: (row.temperature, len(row.prompt_ids)))
         for temperature, same_temperature in itertools.groupby(ready, key=lambda row: row.temperature):
             rows = list(same_temperature)
             lengths = [len(row.prompt_ids) for row in rows]
