@@ -10,10 +10,8 @@ Stages that are up to date are passed over, so one machine may make them in seve
 Stages are forked from a process that has imported torch, as those of `aerie run` are, where a call makes four or more.
 Engines and DVC on machines without a package registry: benchmarks/gpu_graph.py.
 
-The waits, in seconds: `dvc` before (from the command to the start of the stage's process: DVC's imports, the graph, the hashes
-of dependencies) and after it (hashing and linking of outputs); then of the process itself, as logs/stages.jsonl has them
-(stages/telemetry/stage_log.py): `imports`, `load`ing weights, starting `server`s, `compile`, and the `kernel`, the first that
-the process could run, counted from its start. `GiB` is the most memory in use on the first visible GPU, by anybody.
+The waits, in seconds: `dvc` before (from the command to the stage's `main`: imports, the graph, the hashes of dependencies) and
+after it (hashing and linking of outputs). `GiB` is the most memory in use on the first visible GPU, by anybody.
 
 `--costs`: instead of one served pair the grid of time_cycles at 1, 8, 32 and 128 at once, and live cells of other trees, each
 in turns with its own baseline, whose speedups the report compares with the predictions. The target is the
@@ -100,21 +98,16 @@ COST_PLANS = {
 
 @dataclass(frozen=True)
 class StageCost:
-    """Times, waits and energy of one stage; a wait that did not occur is None."""
+    """Times, waits and energy of one stage."""
 
     stage: str
     seconds: float  # of the whole command
-    process_s: float  # of the stage's process
+    process_s: float  # of the stage's `main`
     cpu_s: float  # CPU time of the stage's process, and of those that it started and that ended
     peak_gib: float | None
     joules: float | None
     dvc_before_s: float
     dvc_after_s: float
-    import_s: float | None
-    first_kernel_s: float | None
-    load_s: float | None
-    server_s: float | None
-    compile_s: float | None
 
 
 class GpuMemoryPeak:
@@ -126,7 +119,7 @@ class GpuMemoryPeak:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "GpuMemoryPeak":
-        if torch.cuda.is_available() and pynvml:
+        if torch.cuda.is_available():
             self._thread.start()
         return self
 
@@ -354,12 +347,12 @@ def measure_stage(folder: Path, stage: str) -> bool:
     ended = time.time()
     logged = find_run(folder, stage, began)
     if logged is not None:
-        first, last = logged["began_ns"] / 1e9 - (logged["waits"]["import_s"] or 0.0), logged["ended_ns"] / 1e9
+        first, last = logged["began_ns"] / 1e9, logged["ended_ns"] / 1e9
         spans = {"seconds": ended - began, "process_s": last - first, "cpu_s": logged["process_s"]}
         around = {"dvc_before_s": first - began, "dvc_after_s": ended - last}
         rounded = {name: round(value, 1) for name, value in (spans | around).items()}
         gib = None if peak.gib is None else round(peak.gib, 1)
-        cost = StageCost(stage, peak_gib=gib, joules=logged["joules"], **rounded, **logged["waits"])
+        cost = StageCost(stage, peak_gib=gib, joules=logged["joules"], **rounded)
         costs = {each.stage: each for each in read_costs(folder)} | {stage: cost}
         (folder / MEASURED).write_text(json.dumps([asdict(each) for each in costs.values()], indent=1))
         print(json.dumps(asdict(cost)), flush=True)
@@ -379,23 +372,16 @@ def read_costs(folder: Path) -> list[StageCost]:
 
 
 def print_table(folder: Path) -> None:
-    """Print the costs of all stages made so far, and the goals that are missed."""
+    """Print the costs of all stages made so far."""
     parts = (*COST_PARTS, *PARTS)
     costs = sorted(read_costs(folder), key=lambda cost: parts.index(cost.stage))
-    head = "seconds process cpu GiB kJ | dvc before after | imports kernel load server compile"
+    head = "seconds process cpu GiB kJ | dvc before after"
     print(f"\n| stage | {' | '.join(head.replace(' | ', ' ').replace('dvc before', 'dvc_before').split())} |")
-    print(f"|{'---|' * 13}")
+    print(f"|{'---|' * 8}")
     for c in costs:
         kilojoules = None if c.joules is None else c.joules / 1000
-        numbers = (
-            c.seconds, c.process_s, c.cpu_s, c.peak_gib, kilojoules, c.dvc_before_s, c.dvc_after_s, c.import_s,
-            c.first_kernel_s, c.load_s, c.server_s, c.compile_s,
-        )  # fmt: skip
+        numbers = c.seconds, c.process_s, c.cpu_s, c.peak_gib, kilojoules, c.dvc_before_s, c.dvc_after_s
         print(f"| {c.stage} | {' | '.join('–' if x is None else f'{x:.1f}' for x in numbers)} |")
-    slow = [f"{c.stage} {c.first_kernel_s} s" for c in costs if (c.first_kernel_s or 0) > 15]
-    compiled = [f"{c.stage} {c.compile_s} s" for c in costs if c.stage.startswith("train") and (c.compile_s or 0) > 60]
-    print(f"first kernel after more than 15 s: {', '.join(slow) or 'none'}")
-    print(f"training segments that compile for more than 60 s: {', '.join(compiled) or 'none'}", flush=True)
     if costs and (out := os.environ.get("OUT")):
         shutil.copy(folder / MEASURED, Path(out) / f"{folder.name}.json")
 

@@ -1,6 +1,6 @@
 """The command line: `aerie COMMAND`, the same as `python -m pipeline COMMAND`.
 
-Each command calls one function of `pipeline`, or replaces this process by a module of it or of `stages` (preview, launch).
+Each command calls one function of `pipeline`, or replaces this process by a module of it or of `stages` (`_exec_module`).
 Commands import what they need when they run: importing typer takes 0.05 s, Prefect 1 s, and torch is never imported.
 """
 

@@ -2,7 +2,7 @@
 
 DVC loads dvc.lock and then, once for each stage, params.yaml: with 200 cells 6 CPU-seconds or more to find nothing to do
 (docs/dvc.md says on what). Sizes, times and inodes of the same files, which DVC's own state goes by, take a tenth of one. After
-any difference DVC is asked. This module knows nothing of DVC: pipeline/dvc_graph.py lists the files and records the digest.
+any difference DVC is asked. Of DVC this module knows the version alone: pipeline/dvc_graph.py lists the files.
 """
 
 import hashlib

@@ -17,7 +17,6 @@ from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.eagle3 import files as eagle3_files
 from stages.hidden_states import format, reader
 from stages.params import schema, stage_inputs
-from stages.params.draft_sections import LEAST_COVERAGE
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic
 from stages.target import feature_layers, manifest
@@ -25,6 +24,7 @@ from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 
 HIDDENS, REPORTS_FOLDER = Path("data/hiddens"), Path("results/train")
+LEAST_COVERAGE = 0.98  # of the eval answers' tokens by the draft's vocabulary, below which a warning is due
 
 
 def main(name: str = ROOT_CHECKPOINT) -> None:

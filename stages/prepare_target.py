@@ -18,9 +18,10 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from stages.draft import supported_targets
+from stages.engine import tree_masks
 from stages.families.block import mask_token
 from stages.params import checks, schema, target_files
-from stages.params.section import BUILTIN
+from stages.params.section import BUILTIN, PARAMS_FILE
 from stages.runtime import atomic, scratch
 from stages.target import (
     chat_template,
@@ -183,7 +184,7 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
     try:
         model = head_check.load_first_block(str(weights), p.target.trust_remote_code)
         found = head_check.compare_head(model, embedding, head)
-        in_trees = head_check.explain_tree_mask_failure(model)
+        in_trees = tree_masks.explain_tree_mask_failure(model)
     except Exception as error:  # remote code may not run with one block; check_overfit decodes with all
         print(f"the head was not compared: one block of {target.model} alone gives {type(error).__name__}: {error}")
         config = foreign_files.read_config(weights, p.target.trust_remote_code)
@@ -218,7 +219,7 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
             "the torch engine compute logits without; such a model can't be a target yet"
         )
     if found.same_head and found.same_choice:
-        checks.check_drawn_tokens(p, difference)
+        _check_drawn_tokens(p, difference)
         print(
             f"note: {difference}. It is the class's own head, so the class caps its logits; drafts are trained without"
         )
@@ -227,6 +228,26 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
         f"params.yaml: target.model {target.model}: {difference}: lm_head.weight of its files is another table than the class's "
         "head; such a model can't be a target yet"
     )
+
+
+def _check_drawn_tokens(params: schema.Params, difference: str) -> None:
+    """Raise ValueError where the torch engine or replay is to draw tokens by logits that lack the class's cap.
+
+    `difference` says how far the target's own logits are from those.
+    """
+    workloads = params.benchmark.workloads
+    hot = [name for name in params.benchmark.torch_workloads if workloads[name].temperature > 0]
+    drawn = [f"benchmark.workloads.{name}.temperature" for name in hot]
+    replayed = [params.train_draft.checkpoints.get(name) for name in params.replay_trees.checkpoints]
+    if params.sample_target.eval_temperature > 0 and any(
+        segment and segment.family.samples_drafts for segment in replayed
+    ):
+        drawn.append("sample_target.temperature")  # chains of sampled drafts are replayed on answers as they were drawn
+    if drawn:
+        raise ValueError(
+            f"{PARAMS_FILE}: {', '.join(drawn)} above 0, expected 0: {difference}. The class caps its logits, and the torch "
+            "engine and replay would draw by logits without; set 0, or measure the workload by benchmark_served"
+        )
 
 
 def _fix_date(target: TargetManifest, tokenizer: Any) -> TargetManifest:

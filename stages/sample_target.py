@@ -12,12 +12,16 @@ colour. docs/sampling.md
 
 import asyncio
 import contextlib
+import os
+import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import torch
 
 from stages.data import conversations
@@ -27,7 +31,7 @@ from stages.sampling import local_backends, requests, sampled_split, server_back
 from stages.sampling.parquet_shards import ParquetShardWriter
 from stages.sampling.sampled_split import SampledSplit
 from stages.sampling.sampling_context import SamplingContext
-from stages.target import loading, manifest, prompt_encoder, vision
+from stages.target import loading, manifest, vision
 from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry.run_stage import run_stage
 
@@ -35,6 +39,7 @@ FIXED_FOLDER, SAMPLED_FOLDER, REPORT = Path("data/fixed"), Path("data/sampled"),
 # They change no answer.
 ACCESS_KEYS = {"base_urls", "start_timeout_s", "concurrency", "timeout_s", "attempts", "api_key_env"}
 PREVIEW_ROWS = 3  # in the report
+MAX_CHARACTERS = 1600  # shown of a prompt or an answer in the report
 PREVIEW_COLUMNS = ("id", "prompt_ids", "answer_ids", "finish_reason")
 
 
@@ -71,7 +76,7 @@ def _sample(context: SamplingContext, scratch_folder: Path, started: float) -> N
             local_backends.keep_answers(context, split)
             _finish_split(p, split)
         sample_splits(splits[len(kept) :])
-    warnings = [*filter(None, (sampled_split.describe_truncation(splits), sampled_split.describe_unchecked(splits)))]
+    warnings = [*filter(None, (_describe_truncation(splits), _describe_unchecked(splits)))]
     for warning in warnings:
         print(f"warning: {warning}")
     for split in splits:
@@ -119,9 +124,8 @@ def _plan_splits(p: schema.Params, scratch_folder: Path, stack: contextlib.ExitS
     ]:
         path = FIXED_FOLDER / f"{source}.parquet"
         choice = requests.select_requests(path, max_rows, is_even=source == "eval" and p.fix_data.eval_file is not None)
-        shards = ParquetShardWriter(
-            scratch_folder / name, choice.num_requests, s.shard_size, conversations.SAMPLED_SCHEMA
-        )
+        assigned = choice.assign_shards(s.shard_size)
+        shards = ParquetShardWriter(scratch_folder / name, assigned, conversations.SAMPLED_SCHEMA)
         stack.callback(shards.close)
         splits.append(SampledSplit(name, path, max_rows, choice, mixture, shards, s.server.concurrency))
     return splits
@@ -179,8 +183,8 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
     """Return results/sample_report.json; it includes the counts of shards that earlier, killed runs published."""
     sampled = SAMPLED_FOLDER / "train"
     rows = conversations.read_table(sampled, conversations.SAMPLED_SCHEMA, "sample_target", PREVIEW_ROWS)
-    origins = requests.read_origins(FIXED_FOLDER / "train.parquet", rows["id"])
-    counts = sampled_split.count_rows([split for split in splits if _is_asked_for(context.p, split)])
+    origins = _read_origins(FIXED_FOLDER / "train.parquet", rows["id"])
+    counts = _count_rows([split for split in splits if _is_asked_for(context.p, split)])
     assert counts["rows_in"] == counts["rows_out"] + sum(counts["dropped"].values())
     return {
         "target": context.target.describe_model(),
@@ -190,10 +194,75 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
         "asked_again": dict(context.retries),
         "server_restarts": context.local_servers.restarted if context.local_servers else 0,
         "preview": [
-            prompt_encoder.describe_row(context.encoder.tokenizer, origin, *row)
+            _describe_row(context.encoder.tokenizer, origin, *row)
             for origin, row in zip(origins, rows.select(PREVIEW_COLUMNS).iter_rows(), strict=True)
         ],
     }
+
+
+def _describe_truncation(splits: list[SampledSplit]) -> str | None:
+    """Return a warning, one for all splits, where half of the answers of one are cut at the limit; else None."""
+    counts = {split.name: (split.shards.counts["truncated"], split.selection.num_requests) for split in splits}
+    if not any(0 < total <= 2 * cut for cut, total in counts.values()):
+        return None
+    shown = ", ".join(f"{name} {cut} of {total}" for name, (cut, total) in counts.items() if total)
+    cut, total = map(sum, zip(*counts.values(), strict=True))
+    return (
+        f"{cut} of {total} answers are cut ({shown}), and drafts and tau know nothing of how answers go on; raise "
+        "sample_target.max_new_tokens (or a server's own limit), or see whether the target ends its answers"
+    )
+
+
+def _describe_unchecked(splits: list[SampledSplit]) -> str | None:
+    """Return a warning where servers returned neither token ids nor counts; else None."""
+    total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
+    unchecked = total["token_ids/text, unchecked"]
+    if not unchecked:
+        return None
+    return (
+        f"of {unchecked} of {total['rows']} answers the servers returned neither token ids nor how many tokens they had: nothing "
+        "shows that they prompted this target by its own template, or that these are its tokens; let them return `usage`, or "
+        "token ids (docs/sampling.md, Token ids)"
+    )
+
+
+def _count_rows(splits: list[SampledSplit]) -> dict[str, Any]:
+    """Return the counts of results/sample_report.json, those of shards that earlier, killed runs published too."""
+    total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
+    return {
+        "rows_in": sum(split.selection.num_requests for split in splits),
+        "rows_out": total["rows"],
+        "dropped": sampled_split.select_counts(total, "dropped"),
+        "not_asked": {split.name: split.selection.num_unrequested for split in splits},
+        "missing": {split.name: split.num_missing for split in splits},  # of those that were asked for
+        "sources": {split.name: {n: asdict(c) for n, c in split.selection.sources.items()} for split in splits},
+        "truncated": {split.name: split.shards.counts["truncated"] for split in splits},
+        "tokens": {split.name: split.shards.counts["tokens"] for split in splits},
+        "shards": {split.name: split.shards.num_shards for split in splits},
+        "token_ids": sampled_split.select_counts(total, "token_ids"),  # by origin
+        "temperatures": sampled_split.select_counts(total, "temperature"),
+    }
+
+
+def _read_origins(path: Path, ids: Iterable[str]) -> list[str]:
+    """Return where the conversations of requests are in the raw data; `ids` are the requests', `path` is their split."""
+    names = [request_id.rpartition(".")[0] for request_id in ids]
+    rows = pl.scan_parquet(path).filter(pl.col("id").is_in(names)).select("id", "source", "source_row").collect()
+    origins = {name: conversations.describe_origin(source, source_row) for name, source, source_row in rows.iter_rows()}
+    return [origins[name] for name in names]
+
+
+def _describe_row(
+    tokenizer: Any, origin: str, row_id: str, prompt_ids: list[int], answer_ids: list[int], finish_reason: str
+) -> dict[str, Any]:
+    """Return a row as results/sample_report.json has it; long texts without their middle. `origin`: file and row of raw data."""
+    texts = _decode_prompt(tokenizer, prompt_ids), tokenizer.decode(answer_ids)
+    half = MAX_CHARACTERS // 2
+    prompt, answer = (t if len(t) <= MAX_CHARACTERS else f"{t[:half]} […] {t[-half:]}" for t in texts)
+    counts = {"prompt_tokens": len(prompt_ids), "answer_tokens": len(answer_ids)}
+    return (
+        {"id": row_id, "origin": origin, "prompt": prompt, "answer": answer} | counts | {"finish_reason": finish_reason}
+    )
 
 
 def _print_preview(p: schema.Params, *words: str) -> None:
@@ -216,7 +285,23 @@ def _print_preview(p: schema.Params, *words: str) -> None:
             pairs = zip(group, turns, strict=False)  # the last conversation may be chosen in part
             rows += [(q.id, *ids, "the data") for q, ids in pairs]
     for row in rows:
-        prompt_encoder.print_row(encoder.tokenizer, *row)
+        _print_row(encoder.tokenizer, *row)
+
+
+def _print_row(tokenizer: Any, row_id: str, prompt_ids: list[int], answer_ids: list[int], ending: str) -> None:
+    """Print a row with its answer, the tokens trained on, in colour; `ending` is its finish reason."""
+    start, stop = ("[[", "]]") if os.environ.get("NO_COLOR") else ("\x1b[30;42m", "\x1b[0m")
+    supervised, total = len(answer_ids), len(prompt_ids) + len(answer_ids)
+    print("", f"--- {row_id}: {supervised} of {total} tokens are trained on, {ending}", sep="\n")
+    print(*_decode_prompt(tokenizer, prompt_ids).split("\n"), sep="\n", end="")
+    # Coloured line by line, since a terminal would otherwise paint the margin too.
+    for line in tokenizer.decode(answer_ids).split("\n"):
+        print(start, line, stop, sep="")
+
+
+def _decode_prompt(tokenizer: Any, ids: list[int]) -> str:
+    """Return the text of ids, each run of one special token (an image's) as the token and its count."""
+    return re.sub(r"(<\|\w+\|>)\1+", lambda m: f"{m[1]}×{len(m[0]) // len(m[1])}", tokenizer.decode(ids))
 
 
 def _list_stage_gpus() -> list[int] | None:

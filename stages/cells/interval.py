@@ -1,4 +1,4 @@
-"""Every 95% interval and standard error of the project, defined in docs/metrics.md, "Intervals".
+"""The 95% intervals of tau, speedups and means, and standard errors of times, as docs/metrics.md, "Intervals", defines them.
 
 Turns, repeats and cycles of one prompt are correlated. So an interval is over **clusters** (prompts, or conversations:
 `get_conversation`), never over requests or cycles. Figures that pool clusters of unequal size (tau, speedup) use the

@@ -17,7 +17,7 @@ from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.kv_cache import KVCache, KVShape
 from stages.engine.slot_pool import SlotPool
 from stages.engine.target_kernels import FusedDecoder
-from stages.target.config_facts import build_layer_masks
+from stages.engine.tree_masks import build_layer_masks
 from stages.target.hooks import capture_residual_streams, tap_decoder_inputs
 from stages.target.multimodal import ImagePatches, build_multimodal_inputs, build_pixel_kwargs, is_multimodal
 

@@ -1,8 +1,8 @@
 """Client of the servers that answer `sample_target`: many requests in flight over a list of servers, with retries.
 
-A request goes to the server with the fewest in flight. Busy (429), broken (5xx), cut, hung and unreachable servers are
-retried, another server first, with growing pauses. A server that fails several times in a row is left alone for a while,
-longer each time. Other 4xx are not retried, since the server would refuse them again.
+A request goes to the server with the fewest in flight. Cut, hung and unreachable servers are retried, and those whose status is
+one of http_session.TRANSIENT_STATUSES (408, 425, 429 and some of 5xx), another server first, with growing pauses. A server that
+fails several times in a row is left alone for a while, longer each time. Any other status is not retried: it would come again.
 """
 
 import asyncio

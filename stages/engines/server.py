@@ -26,7 +26,6 @@ import httpx
 from stages.cells.cell import UNSUPPORTED, NotMeasuredError
 from stages.engines import registry, server_guard
 from stages.runtime.free_port import HOST
-from stages.telemetry import stage_log
 
 STOP_TIMEOUT_S = 15.0  # from SIGTERM to SIGKILL
 SLACK_S = 5.0  # for the guard to be scheduled on a busy machine
@@ -80,7 +79,6 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._start("wb")
 
-    @stage_log.count_wait("server")
     def await_start(self) -> None:
         """Wait until the server is ready. Raises ValueError if it ends before: at the first start the command is at fault."""
         if not self.wait_until_ready():

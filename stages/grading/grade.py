@@ -160,8 +160,8 @@ def build_program(prompt: str, entry_point: str, test: str, answer: str) -> str:
 def run_program(text: str) -> bool:
     """Run a program in a process of its own, and return whether it ran to its end.
 
-    It has an empty folder, no environment, limits and a timeout, and writes no byte to a file. What it starts ends with its
-    process group. That is no sandbox: it may do what its user may do.
+    It has an empty folder, an environment of its own, limits and a timeout, and writes no byte to a file. What it starts ends
+    with its process group. That is no sandbox: it may do what its user may do.
     """
     limits = [
         (resource.RLIMIT_CPU, math.ceil(TIMEOUT_S)), (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0),

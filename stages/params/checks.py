@@ -11,7 +11,6 @@ from pathlib import Path
 
 from stages.params import target_files
 from stages.params.data_sections import fits_file
-from stages.params.families import DraftKind
 from stages.params.schema import Params
 from stages.params.section import PARAMS_FILE, suggest_name
 from stages.params.units import list_first
@@ -137,12 +136,11 @@ def list_remarks(params: Params) -> Iterator[str]:
             f"init_draft.draft_vocab_size is {wanted} of the target's {size} tokens, and no other can be drafted; null takes "
             f"{params.init_draft.model_copy(update={'draft_vocab_size': None}).choose_vocab_size(size)}"
         )
-    unused, drafts = params.list_unused_checkpoints(), params.drafts
-    for is_replayed in (True, False):
-        names = [name for name in unused if drafts.get(name, DraftKind()).family.is_replayed == is_replayed]
-        keys = "replay_trees.checkpoints and benchmark.checkpoints" if is_replayed else "benchmark.checkpoints"
-        if names:
-            yield f"{', '.join(names)}: made, and neither replayed nor measured; add it to {keys}"
+    if unused := params.list_unused_checkpoints():
+        yield (
+            f"{', '.join(unused)}: made, and neither replayed nor measured; add it to benchmark.checkpoints, and to "
+            "replay_trees.checkpoints where its family is replayed"
+        )
 
 
 def read_chat_template(name: str | None) -> str | None:
@@ -210,25 +208,6 @@ def check_sliding_window(params: Params, window: int) -> None:
             f"{PARAMS_FILE}: layers of target.model {params.target.model} see {window} tokens (sliding_window), expected prompts "
             f"and answers of the torch engine within them, found {', '.join(long)}; lower that, or measure the workload by "
             "benchmark_served"
-        )
-
-
-def check_drawn_tokens(params: Params, difference: str) -> None:
-    """Raise ValueError where the torch engine or replay is to draw tokens by logits that lack the class's cap.
-
-    `difference` says how far the target's own logits are from those.
-    """
-    workloads = params.benchmark.workloads
-    hot = [name for name in params.benchmark.torch_workloads if workloads[name].temperature > 0]
-    drawn = [f"benchmark.workloads.{name}.temperature" for name in hot]
-    replayed = [params.train_draft.checkpoints.get(name) for name in params.replay_trees.checkpoints]
-    samples_drafts = any(segment and segment.family.samples_drafts for segment in replayed)
-    if samples_drafts and params.sample_target.eval_temperature > 0:
-        drawn.append("sample_target.temperature")  # chains of sampled drafts are replayed on answers as they were drawn
-    if drawn:
-        raise ValueError(
-            f"{PARAMS_FILE}: {', '.join(drawn)} above 0, expected 0: {difference}. The class caps its logits, and the torch "
-            "engine and replay would draw by logits without; set 0, or measure the workload by benchmark_served"
         )
 
 

@@ -185,7 +185,7 @@ class SampleTarget(Section):
     batch_size: Count | None = None
     max_new_tokens: Count = 1024
     truncated: Literal["keep", "drop"] = "keep"  # answers cut at max_new_tokens: keep or drop
-    shard_size: Count = 4096  # rows of a file of data/sampled; a complete file survives an interrupted run
+    shard_size: Count = 4096  # rows of a file of data/sampled, in whole conversations
     server: SamplingServer = Field(default_factory=lambda: SamplingServer())
 
     def list_conflicts(self) -> Iterator[str]:

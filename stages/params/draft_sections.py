@@ -25,7 +25,6 @@ from stages.params.section import (
 USUAL_DRAFT_VOCAB = 32_000  # of published drafts
 STEPS_PER_EPOCH = 1000  # of packs whose size follows from the rows: more and smaller steps train better, to a point
 FEWEST_BATCH_TOKENS, MOST_BATCH_TOKENS = 512, 16384
-LEAST_COVERAGE = 0.98  # of the answers' tokens by the draft's vocabulary, below which a warning is due
 
 
 class InitDraft(Section):

@@ -79,10 +79,7 @@ DECLARED = {
     "prepare_target": Declared(("target", "prepare_target"), paths=("target.model", "target.chat_template")),
     "sample_target": Declared(
         ("target", "sample_target", "fix_data.eval_file"),  # whose files are asked evenly
-        free=(
-            "init_draft",  # what the first answers leave out of a draft's vocabulary is told
-            *_list_keys("sample_target.server", SamplingServer, but="launch launch_args model"),
-        ),
+        free=_list_keys("sample_target.server", SamplingServer, but="launch launch_args model"),
     ),
     "extract_hiddens": Declared(("target", "extract_hiddens"), free=("extract_hiddens.processes", "train_draft.checkpoints")),
     "init_draft": Declared(

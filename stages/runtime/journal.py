@@ -1,10 +1,9 @@
-"""A journal of finished work: one JSON line per piece of work, keyed by the digest of its inputs, append only.
+"""A journal of finished work: one JSON line per piece of work under a key of its own, append only.
 
 A line reaches the file as it is written, so a killed process loses no finished piece; a line cut by the kill is dropped
 when the journal is opened again. Pieces are found by key, never by line number, since they finish in any order.
 """
 
-import hashlib
 import json
 import os
 import time
@@ -12,11 +11,6 @@ from pathlib import Path
 from typing import Any
 
 FSYNC_S = 1.0  # a kill needs no fsync, a power cut does; one a second costs nothing
-
-
-def make_journal_key(asked: Any) -> str:
-    """Return the digest of a piece of work, which is anything that JSON can represent."""
-    return hashlib.sha256(json.dumps(asked, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:32]
 
 
 class Journal:
@@ -28,12 +22,11 @@ class Journal:
         self.done: dict[str, Any] = {}
         if path.exists():
             self._read_finished()
-        self.resumed = len(self.done)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._synced = time.monotonic()
 
     def add(self, key: str, value: Any) -> None:
-        """Store `value` under a key of `make_journal_key`; an existing value is kept."""
+        """Store `value` under a key; an existing value is kept."""
         if key in self.done:
             return
         line = json.dumps([key, value], ensure_ascii=False, allow_nan=False).encode() + b"\n"
@@ -66,9 +59,3 @@ class Journal:
                 self.done.setdefault(found, value)
                 whole += len(line)
         os.truncate(self.path, whole)
-
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

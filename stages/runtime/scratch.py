@@ -124,15 +124,13 @@ def digest_folder(folder: Path) -> str:
 # Notes
 
 
-def begin_note(stage: str) -> None:
-    """Begin the note of this stage of dvc.yaml. Without it, as in tests of a stage's `main`, none are written."""
+@contextmanager
+def keep_note(stage: str) -> Iterator[None]:
+    """Keep a note of this stage of dvc.yaml until the block ends without an error. Outside, as in tests, none are written."""
     global _stage
     _stage = stage if os.environ.get("RANK", "0") == "0" else None
     note_progress("")
-
-
-def end_note() -> None:
-    """Remove the stage's note, since its result is whole."""
+    yield
     if _stage is not None:
         with suppress(OSError):
             _locate_note(_stage).unlink()

@@ -1,9 +1,9 @@
-"""Sample conversations from servers, turn by turn; answers are journalled, so that a killed run resumes."""
+"""Sample conversations from servers, turn by turn; each is kept as it comes, so that a killed run resumes."""
 
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -11,7 +11,6 @@ from tqdm import tqdm
 from stages.engines import client, http_session
 from stages.engines.chat_answer import ChatAnswer
 from stages.engines.protocol import SamplingOptions
-from stages.runtime.journal import make_journal_key
 from stages.sampling import answer_token_ids, requests, sampled_split
 from stages.sampling.answer_token_ids import SampledAnswer
 from stages.sampling.requests import TargetRequest, UnusableRequestError
@@ -75,69 +74,48 @@ class ConversationSampler:
         return self.context.p.sample_target.history == "target"
 
     async def sample_group(self, group: list[TargetRequest], concurrency: int) -> None:
-        """Settle the requests of a group in order, once older shards are nearly done.
-
-        Answers of published shards, which later turns may quote, come from journals.
-        """
-        shards = self.split.shards
-        while shards.shard_of(group[0].position) > shards.oldest + SHARDS_AHEAD + concurrency // shards.size:
+        """Settle the requests of a group in order, once older shards are nearly done."""
+        shards, size = self.split.shards, self.context.p.sample_target.shard_size
+        while shards.shard_of(group[0].position) > shards.oldest + SHARDS_AHEAD + concurrency // size:
             await asyncio.sleep(0.1)
-        answers: dict[int, dict[str, Any]] = {}  # turn -> the target's own message
-        broken = False  # whether an earlier answer that this turn would quote is missing
-        for index, request in enumerate(group):
-            is_done = shards.is_published(request.position)
-            history = [answers.get(k, message) for k, message in enumerate(request.messages[: request.answer_index])]
-            try:
-                prompt_ids = await _run(self.context.encode_prompt, request, history)
-                if broken:
-                    raise UnusableRequestError("earlier_turn_incomplete")
-                answer, sampled = await self._get_answer(
-                    request, history, prompt_ids, self._find_journals(group[index:]), is_done
-                )
-            except UnusableRequestError as error:
-                if not is_done:
+        quoted: dict[int, dict[str, Any]] = {}  # the target's own messages by their index
+        is_broken = False  # whether an earlier answer that this turn would quote is missing
+        for request in group:
+            if not shards.is_set(request.position):
+                history = [quoted.get(k, message) for k, message in enumerate(request.messages[: request.answer_index])]
+                try:
+                    await self._settle_request(request, history, is_broken)
+                except UnusableRequestError as error:
                     self.progress.dropped += 1
                     self.split.drop_request(request, error)
                     self.progress.bar.update()
-                broken = self.history_from_target
-                continue
-            if not is_done:
-                temperature = self.split.draw_temperature(self.context.p.sample_target.seed, request.id)
-                self.context.settle_answer(self.split, request, temperature, sampled)
-                self.progress.count_row()
-            is_whole = bool(sampled.answer_ids) and sampled.finish_reason == "stop"
-            can_be_quoted = is_whole and not self.context.encoder.has_image_token(sampled.answer_ids)
-            broken = self.history_from_target and not can_be_quoted
-            # A tool call stays the data's own, since its result follows.
-            if self.history_from_target and not broken and "tool_calls" not in (request.answer or {}):
-                answers[request.answer_index] = {"role": "assistant", "content": answer.text}
-                if answer.reasoning:
-                    answers[request.answer_index]["reasoning_content"] = answer.reasoning
+            message = shards.messages.get(request.position)
+            is_broken = self.history_from_target and message is None
+            if message is not None:
+                quoted[request.answer_index] = message
 
-    def _find_journals(self, requests: list[TargetRequest]) -> list[int]:
-        """Return the shards whose journals keep an answer: its own, and those whose rows will quote it."""
-        shards = dict.fromkeys(self.split.shards.shard_of(request.position) for request in requests)
-        return [shard for shard in shards if shard not in self.split.shards.published]
-
-    async def _get_answer(
-        self, request: TargetRequest, history: History, prompt_ids: list[int], journals: list[int], is_done: bool
-    ) -> tuple[ChatAnswer, SampledAnswer]:
-        """Return the answer from a journal or a server. Raises UnusableRequestError where the servers refuse the request, or the
-        answer's token ids are unknown.
-
-        Journals keep usable answers alone: others may be the servers' fault, and the next run asks for them again.
+    async def _settle_request(self, request: TargetRequest, history: History, is_broken: bool) -> None:
+        """Ask a server and store its answer. Raises UnusableRequestError where the servers refuse the request, its answer's token
+        ids are unknown, or its history `is_broken`.
         """
-        shards = self.split.shards
-        body = await _run(self._build_body, request, history)
-        key = make_journal_key(["server", request.id, body, prompt_ids])
-        journaled = next((found for n in journals if (found := shards.journal(n).done.get(key))), None)
-        if journaled is None and is_done:
-            raise UnusableRequestError("refused")  # by the run that published its shard
-        answer = ChatAnswer(**journaled) if journaled else await self._ask_server(request, prompt_ids, body)
+        prompt_ids = await _run(self.context.encode_prompt, request, history)
+        if is_broken:
+            raise UnusableRequestError("earlier_turn_incomplete")
+        answer = await self._ask_server(request, prompt_ids, await _run(self._build_body, request, history))
         sampled = self._read_answer(request, history, prompt_ids, answer)
-        for shard in journals:
-            shards.journal(shard).add(key, asdict(answer))
-        return answer, sampled
+        temperature = self.split.draw_temperature(self.context.p.sample_target.seed, request.id)
+        self.context.settle_answer(self.split, request, temperature, sampled, self._quote(request, answer, sampled))
+        self.progress.count_row()
+
+    def _quote(self, request: TargetRequest, answer: ChatAnswer, sampled: SampledAnswer) -> dict[str, Any] | None:
+        """Return the answer as later turns quote it; None where they quote none, or this one is not complete."""
+        is_whole = bool(sampled.answer_ids) and sampled.finish_reason == "stop"
+        if not self.history_from_target or not is_whole or self.context.encoder.has_image_token(sampled.answer_ids):
+            return None
+        if "tool_calls" in (request.answer or {}):  # the data's own, since its result follows
+            return request.answer
+        thoughts = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+        return {"role": "assistant", "content": answer.text, **thoughts}
 
     async def _ask_server(self, request: TargetRequest, prompt_ids: list[int], body: dict[str, Any]) -> ChatAnswer:
         options = SamplingOptions(

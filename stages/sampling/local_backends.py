@@ -1,7 +1,7 @@
 """Answers without a server: from the target in this process, or those of the data itself.
 
-The torch engine answers the rows of all splits in pools, each row journalled as it ends. Where it can't run the target,
-transformers' generate answers batches of each split, journalled whole.
+The torch engine answers the rows of all splits in pools, each row kept as it ends. Where it can't run the target,
+transformers' generate answers batches of each split.
 """
 
 import itertools
@@ -17,7 +17,6 @@ from stages.engine.decode_state import DecodeRequest
 from stages.engine.pooled_decode import PooledEngine
 from stages.engine.sampling import SamplingParams
 from stages.params.engines import TORCH
-from stages.runtime.journal import Journal, make_journal_key
 from stages.sampling import sampled_split
 from stages.sampling.answer_token_ids import SampledAnswer
 from stages.sampling.requests import TargetRequest, UnusableRequestError
@@ -36,8 +35,8 @@ EncodedTurn = tuple[list[int], list[int]]  # prompt and answer ids
 
 def keep_answers(context: SamplingContext, split: SampledSplit) -> None:
     """Store each turn's own answer after the prompt that the target would have had."""
-    for conversation in split.read_conversations():
-        missing = [request for request in conversation if not split.shards.is_published(request.position)]
+    for conversation in split.read_unfinished_groups(by_conversation=True):
+        missing = [request for request in conversation if not split.shards.is_set(request.position)]
         turns: list[EncodedTurn] = []
         for request in missing:
             try:
@@ -74,16 +73,7 @@ class LocalRow:
     prompt_ids: list[int]
     temperature: float
 
-    @property
-    def shard(self) -> int:
-        return self.split.shards.shard_of(self.request.position)
-
-    @property
-    def journal(self) -> Journal:
-        return self.split.shards.journal(self.shard)
-
     def settle(self, context: SamplingContext, ids: list[int], reason: str) -> None:
-        """Store an answer that the journal holds."""
         answer = SampledAnswer(self.prompt_ids, ids, reason, "exact")
         context.settle_answer(self.split, self.request, self.temperature, answer)
 
@@ -100,8 +90,7 @@ def sample_splits(context: SamplingContext, model: Any, splits: list[SampledSpli
         context.sampled_by = TORCH.title
         slots = context.p.sample_target.batch_size or (64 if model.device.type == "cpu" else 512)
         rows = itertools.chain.from_iterable(_read_rows(context, split, bar) for split in splits)
-        waiting = (row for row in rows if not _settle_known(context, row, bar))
-        while pool := list(itertools.islice(waiting, POOL_ROWS)):
+        while pool := list(itertools.islice(rows, POOL_ROWS)):
             slots = _answer_pool(context, engine, pool, slots, bar)
 
 
@@ -116,9 +105,13 @@ def _build_engine(context: SamplingContext, model: Any) -> PooledEngine | str:
         return str(error)
 
 
-def _read_rows(context: SamplingContext, split: SampledSplit, bar: tqdm) -> Iterator[LocalRow]:
-    """Yield the rows of shards that are not published; drop unusable requests."""
+def _read_rows(
+    context: SamplingContext, split: SampledSplit, bar: tqdm, with_answered: bool = False
+) -> Iterator[LocalRow]:
+    """Yield the rows that have no answer, `with_answered` all of shards that are not published; drop unusable requests."""
     for (request,) in split.read_unfinished_groups(by_conversation=False):
+        if split.shards.is_set(request.position) and not with_answered:
+            continue
         try:
             prompt_ids = context.encode_prompt(request, request.messages[: request.answer_index])
         except UnusableRequestError as error:
@@ -129,24 +122,8 @@ def _read_rows(context: SamplingContext, split: SampledSplit, bar: tqdm) -> Iter
             yield LocalRow(split, request, prompt_ids, temperature)
 
 
-def _make_key(context: SamplingContext, row: LocalRow) -> str:
-    """Return the key of a row's answer by the torch engine in its shard's journal."""
-    s = context.p.sample_target
-    settings = s.max_new_tokens, row.temperature, s.top_p, s.seed
-    return make_journal_key(["engine", row.request.id, row.prompt_ids, *settings])
-
-
-def _settle_known(context: SamplingContext, row: LocalRow, bar: tqdm) -> bool:
-    """Return whether the row's answer was in its journal, and is stored now."""
-    found = row.journal.done.get(_make_key(context, row))
-    if found:
-        row.settle(context, *found)
-        bar.update()
-    return found is not None
-
-
 def _answer_pool(context: SamplingContext, engine: PooledEngine, pool: list[LocalRow], slots: int, bar: tqdm) -> int:
-    """Answer all rows of a pool, each journalled as it ends; halve the slots where memory runs out, and return them."""
+    """Answer all rows of a pool, each kept as it ends; halve the slots where memory runs out, and return them."""
     s, eos = context.p.sample_target, set(context.target.eos_token_ids)
     requests = []
     for row in pool:
@@ -158,9 +135,7 @@ def _answer_pool(context: SamplingContext, engine: PooledEngine, pool: list[Loca
         answered = set[int]()
         try:
             for index, ids in engine.answer([requests[number] for number in missing], slots):
-                row, answer = pool[missing[index]], (ids, "stop" if ids[-1] in eos else "length")
-                row.journal.add(_make_key(context, row), answer)
-                row.settle(context, *answer)
+                pool[missing[index]].settle(context, ids, "stop" if ids[-1] in eos else "length")
                 answered.add(missing[index])
                 bar.update()
         except (RuntimeError, MemoryError) as error:
@@ -175,25 +150,30 @@ def _answer_pool(context: SamplingContext, engine: PooledEngine, pool: list[Loca
 
 
 def _generate_split(context: SamplingContext, model: Any, split: SampledSplit, bar: tqdm) -> None:
-    """Sample the shards in batches of one temperature and like prompt lengths, so that little is padding."""
+    """Sample the shards in batches of one temperature and like prompt lengths, so that little is padding.
+
+    Answers above temperature 0 depend on their batch: one of which a row is missing is answered again as a whole.
+    """
     s, target, processor = context.p.sample_target, context.target, context.encoder.image_processor
-    for shard, shard_rows in itertools.groupby(_read_rows(context, split, bar), key=lambda row: row.shard):
-        first, ready = shard * s.shard_size, sorted(shard_rows, key=lambda row: (row.temperature, len(row.prompt_ids)))
+    read = _read_rows(context, split, bar, with_answered=True)
+    for shard, shard_rows in itertools.groupby(read, lambda row: split.shards.shard_of(row.request.position)):
+        first = split.shards.find_start(shard)
+        ready = sorted(shard_rows, key=lambda row: (row.temperature, len(row.prompt_ids)))
         for temperature, same_temperature in itertools.groupby(ready, key=lambda row: row.temperature):
             rows = list(same_temperature)
             lengths = [len(row.prompt_ids) for row in rows]
             for part in row_lengths.split_ascending(lengths, MAX_BATCH_TOKENS, s.batch_size or 64):
                 batch, seed = rows[part], s.seed + first + part.start
+                is_missing = [not split.shards.is_set(row.request.position) for row in batch]
+                if not any(is_missing):
+                    continue
                 prompts = [row.prompt_ids for row in batch]
                 settings = s.max_new_tokens, temperature, s.top_p
                 images = [path for row in batch for path in row.request.images]
-                key, journal = make_journal_key(["transformers", prompts, images, settings, seed]), batch[0].journal
-                if key not in journal.done:
-                    patches = processor.load_patches(images) if processor and images else None
-                    ends, pad = target.eos_token_ids, context.encoder.pad_token
-                    journal.add(key, generation.generate_answers(model, prompts, *settings, ends, pad, seed, patches))
-                # Settling may publish the shard, which removes its journal.
-                for row, answer in zip(batch, list(journal.done[key]), strict=True):
+                patches = processor.load_patches(images) if processor and images else None
+                ends, pad = target.eos_token_ids, context.encoder.pad_token
+                found = generation.generate_answers(model, prompts, *settings, ends, pad, seed, patches)
+                for row, answer in itertools.compress(zip(batch, found, strict=True), is_missing):
                     row.settle(context, *answer)
-                bar.update(len(batch))
+                bar.update(sum(is_missing))
             first += len(rows)

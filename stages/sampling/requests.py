@@ -10,7 +10,7 @@ rows of every file have the same chance, and added rows replace few of those sel
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,11 @@ class RequestSelection:
     def num_unrequested(self) -> int:
         return sum(source.not_asked for source in self.sources.values())
 
+    def assign_shards(self, size: int) -> np.ndarray:
+        """Return the shard of each request [N] int64: of `size` requests and the rest of the last one's conversation."""
+        first = np.cumsum(self.counts) - self.counts  # [R]
+        return np.unique(np.repeat(first // size, self.counts), return_inverse=True)[1]
+
 
 def select_requests(path: Path, max_requests: int | None, is_even: bool = False) -> RequestSelection:
     """Select at most `max_requests` requests of a FIXED_SCHEMA file by whole conversations; None: all.
@@ -143,14 +148,6 @@ def read_requests(path: Path, selection: RequestSelection) -> Iterator[list[Targ
         for row, count in zip(rows, counts[counts > 0].tolist(), strict=True):
             yield _list_requests(row, position)[:count]
             position += count
-
-
-def read_origins(path: Path, ids: Iterable[str]) -> list[str]:
-    """Return where the conversations of requests are in the raw data; `ids` are the requests', `path` is their split."""
-    names = [request_id.rpartition(".")[0] for request_id in ids]
-    rows = pl.scan_parquet(path).filter(pl.col("id").is_in(names)).select("id", "source", "source_row").collect()
-    origins = {name: describe_origin(source, source_row) for name, source, source_row in rows.iter_rows()}
-    return [origins[name] for name in names]
 
 
 def _list_requests(row: dict[str, Any], position: int) -> list[TargetRequest]:

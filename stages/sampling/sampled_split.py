@@ -9,9 +9,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -63,14 +62,14 @@ class SampledSplit:
         exhausted = f", to all {selection.num_requests} questions of the data, {self.max_requests} were wanted"
         return description + (exhausted if self.num_missing else "")
 
-    def read_conversations(self) -> Iterator[list[TargetRequest]]:
-        return requests.read_requests(self.source, self.selection)
-
     def read_unfinished_groups(self, by_conversation: bool) -> Iterator[list[TargetRequest]]:
-        """Yield requests to be sampled in sequence: whole conversations, where later turns quote earlier answers."""
-        for conversation in self.read_conversations():
-            groups = [conversation] if by_conversation else [[request] for request in conversation]
-            yield from (group for group in groups if not all(self.shards.is_published(q.position) for q in group))
+        """Yield requests to be sampled in sequence: whole conversations, where later turns quote earlier answers.
+
+        Some of a group may be set; of its shard, which holds its conversation, something is missing.
+        """
+        for conversation in requests.read_requests(self.source, self.selection):
+            if self.shards.shard_of(conversation[0].position) not in self.shards.published:
+                yield from [conversation] if by_conversation else ([request] for request in conversation)
 
     def drop_request(self, request: TargetRequest, error: UnusableRequestError) -> None:
         """Set a request that gives no row. Raises ValueError where all rows so far were dropped for one of STOPPING_REASONS."""
@@ -83,7 +82,7 @@ class SampledSplit:
         count = dropped.pop(error.reason, 0) + 1
         if count >= max(least, self.concurrency) and not dropped and not self.shards.counts["rows"]:
             raise ValueError(f"sample_target: {problem.format(count=count)}. The first: {first[1]}")
-        self.shards.set_row(request.position, None, {f"dropped/{error.reason}": 1})
+        self.shards.set_row(request.position, None, {f"dropped/{error.reason}": 1}, is_final=False)
 
     def describe_dropped(self) -> list[str]:
         """Return a line for each reason: how many rows were dropped for it, and the first of this run."""
@@ -116,52 +115,9 @@ class SampledSplit:
 
 def show_progress(splits: list[SampledSplit]) -> tqdm:
     """Return a bar of the rows of all splits, those of earlier runs done."""
-    done = sum(split.shards.shard_length(number) for split in splits for number in split.shards.published)
+    done = sum(split.shards.num_set for split in splits)
     rows = sum(split.selection.num_requests for split in splits)
     return tqdm(total=rows, initial=done, desc="sample", unit="row", mininterval=2)
-
-
-def describe_truncation(splits: list[SampledSplit]) -> str | None:
-    """Return a warning, one for all splits, where half of the answers of one are cut at the limit; else None."""
-    counts = {split.name: (split.shards.counts["truncated"], split.selection.num_requests) for split in splits}
-    if not any(0 < total <= 2 * cut for cut, total in counts.values()):
-        return None
-    shown = ", ".join(f"{name} {cut} of {total}" for name, (cut, total) in counts.items() if total)
-    cut, total = map(sum, zip(*counts.values(), strict=True))
-    return (
-        f"{cut} of {total} answers are cut ({shown}), and drafts and tau know nothing of how answers go on; raise "
-        "sample_target.max_new_tokens (or a server's own limit), or see whether the target ends its answers"
-    )
-
-
-def describe_unchecked(splits: list[SampledSplit]) -> str | None:
-    """Return a warning where servers returned neither token ids nor counts; else None."""
-    total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
-    if not (unchecked := total["token_ids/text, unchecked"]):
-        return None
-    return (
-        f"of {unchecked} of {total['rows']} answers the servers returned neither token ids nor how many tokens they had: nothing "
-        "shows that they prompted this target by its own template, or that these are its tokens; let them return `usage`, or "
-        "token ids (docs/sampling.md, Token ids)"
-    )
-
-
-def count_rows(splits: list[SampledSplit]) -> dict[str, Any]:
-    """Return the counts of results/sample_report.json, those of shards that earlier, killed runs published too."""
-    total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
-    return {
-        "rows_in": sum(split.selection.num_requests for split in splits),
-        "rows_out": total["rows"],
-        "dropped": select_counts(total, "dropped"),
-        "not_asked": {split.name: split.selection.num_unrequested for split in splits},
-        "missing": {split.name: split.num_missing for split in splits},  # of those that were asked for
-        "sources": {split.name: {n: asdict(c) for n, c in split.selection.sources.items()} for split in splits},
-        "truncated": {split.name: split.shards.counts["truncated"] for split in splits},
-        "tokens": {split.name: split.shards.counts["tokens"] for split in splits},
-        "shards": {split.name: split.shards.num_shards for split in splits},
-        "token_ids": select_counts(total, "token_ids"),  # by origin
-        "temperatures": select_counts(total, "temperature"),
-    }
 
 
 def select_counts(counts: Counter[str], kind: str) -> dict[str, int]:

@@ -3,15 +3,14 @@
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from stages.data import conversations
 from stages.engines.server import ServerGroup
 from stages.params import schema
-from stages.params.draft_sections import LEAST_COVERAGE
 from stages.runtime import scratch
 from stages.sampling.answer_token_ids import SampledAnswer
 from stages.sampling.requests import Messages, TargetRequest, UnusableRequestError
@@ -19,38 +18,7 @@ from stages.sampling.sampled_split import SampledSplit
 from stages.target import chat_template, manifest, template_facts, vision
 from stages.target.prompt_encoder import PromptEncoder
 
-FIRST_ANSWERS = 64  # of training, after which a run says what only its end would show
-
-
-@dataclass
-class FirstAnswers:
-    """The first answers of training: many cut ones, or a small draft vocabulary, are told then and not hours later."""
-
-    vocab_size: int  # of the draft to be
-    max_new_tokens: int
-    tokens: Counter[int] = field(default_factory=Counter)
-    count: int = 0
-    num_cut: int = 0
-
-    def add(self, ids: list[int], is_cut: bool) -> None:
-        """Count an answer; after FIRST_ANSWERS print what is wrong with them."""
-        if self.count == FIRST_ANSWERS:
-            return
-        self.count, self.num_cut = self.count + 1, self.num_cut + is_cut
-        self.tokens.update(ids)
-        if self.count < FIRST_ANSWERS:
-            return
-        if 2 * self.num_cut >= self.count:
-            tqdm.write(
-                f"warning: {self.num_cut} of the first {self.count} answers are cut at sample_target.max_new_tokens "
-                f"{self.max_new_tokens}, and drafts learn nothing of how answers go on; raise it"
-            )
-        covered = sum(count for _, count in islice(self.tokens.most_common(), self.vocab_size)) / self.tokens.total()
-        if covered < LEAST_COVERAGE:
-            tqdm.write(
-                f"warning: the {self.vocab_size} most frequent tokens cover {covered:.0%} of the first {self.count} answers, and "
-                "no other can be drafted; raise init_draft.draft_vocab_size"
-            )
+FIRST_ANSWERS = 64  # of training, after which a run warns of what its end would show hours later
 
 
 @dataclass
@@ -64,11 +32,6 @@ class SamplingContext:
     sampled_by: str | None = None  # for the stage's line, where the target answers in this process
     retries: Counter = field(default_factory=Counter)  # by reason
     local_servers: ServerGroup | None = None  # where some were started
-    first_answers: FirstAnswers = field(init=False)
-
-    def __post_init__(self) -> None:
-        vocab_size = self.p.init_draft.choose_vocab_size(self.target.vocab_size)
-        self.first_answers = FirstAnswers(vocab_size, self.p.sample_target.max_new_tokens)
 
     def check_request(self, request: TargetRequest, shown: Messages, whole: Messages) -> None:
         """Raise UnusableRequestError for a request that can't be sampled; its images are decoded.
@@ -108,9 +71,17 @@ class SamplingContext:
             raise UnusableRequestError("token_beyond_embedding", unknown)
 
     def settle_answer(
-        self, split: SampledSplit, request: TargetRequest, temperature: float | None, answer: SampledAnswer
+        self,
+        split: SampledSplit,
+        request: TargetRequest,
+        temperature: float | None,
+        answer: SampledAnswer,
+        message: dict[str, Any] | None = None,
     ) -> None:
-        """Store an answer's row, or count why it is dropped. Raises ValueError for a mask without or with only trained tokens."""
+        """Store an answer's row, or count why it is dropped; `message` is the answer as later turns quote it.
+
+        Raises ValueError for a mask without or with only trained tokens.
+        """
         s, eos = self.p.sample_target, self.target.eos_token_ids
         is_cut, dropped = answer.finish_reason == "length", None
         if answer.source != "template" and all(token in eos for token in answer.answer_ids):
@@ -121,25 +92,29 @@ class SamplingContext:
             chat_template.check_loss_mask(request.row, answer.prompt_ids, answer.answer_ids, eos, not is_cut)
         if is_cut and s.truncated == "drop":
             dropped = "truncated"
-        if split.name == "train":
-            self.first_answers.add(answer.answer_ids, is_cut)
-        counts = {"truncated": int(is_cut)}
+        row, counts = None, {"answers": 1, "truncated": int(is_cut)}
         if dropped:
-            split.shards.set_row(request.position, None, {f"dropped/{dropped}": 1} | counts)
-            return
-        row = conversations.SampledRow(
-            id=request.id,
-            prompt_ids=answer.prompt_ids,
-            answer_ids=answer.answer_ids,
-            finish_reason=answer.finish_reason,
-            temperature=temperature,
-            top_p=s.top_p if temperature else None,
-            source_row=request.source_row,
-            verdict=request.verdict,
-            images=request.images or None,
-        )
-        counts |= {"rows": 1, "tokens": len(answer.answer_ids), f"token_ids/{answer.source}": 1}
-        if split.name == "train":
-            counts[f"temperature/{'the data' if temperature is None else format(temperature, 'g')}"] = 1
-        split.shards.set_row(request.position, row, counts)
+            counts[f"dropped/{dropped}"] = 1
+        else:
+            row = conversations.SampledRow(
+                id=request.id,
+                prompt_ids=answer.prompt_ids,
+                answer_ids=answer.answer_ids,
+                finish_reason=answer.finish_reason,
+                temperature=temperature,
+                top_p=s.top_p if temperature else None,
+                source_row=request.source_row,
+                verdict=request.verdict,
+                images=request.images or None,
+            )
+            counts |= {"rows": 1, "tokens": len(answer.answer_ids), f"token_ids/{answer.source}": 1}
+            if split.name == "train":
+                counts[f"temperature/{'the data' if temperature is None else format(temperature, 'g')}"] = 1
+        split.shards.set_row(request.position, row, counts, message)
         scratch.note_progress(f"after {split.shards.num_set} of {split.selection.num_requests} answers of {split.name}")
+        total = split.shards.counts
+        if split.name == "train" and total["answers"] == FIRST_ANSWERS <= 2 * total["truncated"]:
+            tqdm.write(
+                f"warning: {total['truncated']} of the first {FIRST_ANSWERS} answers are cut at sample_target.max_new_tokens "
+                f"{s.max_new_tokens}, and drafts learn nothing of how answers go on; raise it"
+            )

@@ -10,7 +10,6 @@ too, where a workload's prompts are `written`.
 
 import json
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -120,16 +119,12 @@ def judge_question(text: str, reason: str, seen: set[str]) -> str:
 
 
 def describe_questions(questions: list[str], counts: Counter[str]) -> str:
-    """Return counts, length and scripts in a line."""
+    """Return counts and length in a line."""
     dropped = ", ".join(f"{number} {why}" for why, number in counts.most_common() if why != "kept")
     told = f"{counts.total()} written, {counts['kept']} kept" + (f" ({dropped})" if dropped else "")
     if not questions:
         return told
-    letters = (letter for question in questions for letter in question if letter.isalpha())
-    scripts = Counter(unicodedata.name(letter, "OTHER").split()[0].title() for letter in letters)
-    shares = ", ".join(f"{script} {number / scripts.total():.0%}" for script, number in scripts.most_common(3))
-    words = fmean(len(question.split()) for question in questions)
-    return f"{told}; {words:.0f} words on average; letters: {shares or 'none'}"
+    return f"{told}; {fmean(len(question.split()) for question in questions):.0f} words on average"
 
 
 if __name__ == "__main__":

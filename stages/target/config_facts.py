@@ -160,19 +160,3 @@ def read_sliding_window(config: PretrainedConfig) -> int | None:
     if kinds is not None and "sliding_attention" not in kinds:
         return None
     return getattr(config, "sliding_window", None)
-
-
-def build_layer_masks(
-    config: PretrainedConfig, mask: Tensor, query_positions: Tensor, key_positions: Tensor
-) -> Tensor | dict[str, Tensor]:
-    """Return `attention_mask` for a decoder with this config: what mask [B, 1, M, T] bool admits, and its windows reach.
-
-    Positions, [B, M] of queries and [B, T] of keys, are numbers of tokens: of a node of a tree that of its depth.
-    """
-    config = config.get_text_config()
-    window = read_sliding_window(config)
-    if window is None:
-        return mask
-    near = query_positions[:, None, :, None] - key_positions[:, None, None, :] < window
-    kinds = getattr(config, "layer_types", None)
-    return mask & near if kinds is None else {"full_attention": mask, "sliding_attention": mask & near}

@@ -22,7 +22,7 @@ from torch.nn import Module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from stages.target import foreign_files
-from stages.target.config_facts import build_layer_masks, read_sliding_window
+from stages.target.config_facts import read_sliding_window
 from stages.target.loading import read_model, select_auto_class
 
 TOKENS, SHORT_WINDOW = 8, 4
@@ -163,47 +163,3 @@ def _run_tokens(model: PreTrainedModel, rows: int, amplitude: float = 1.0) -> tu
     with model.get_decoder().register_forward_hook(catch_and_amplify):
         own = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()  # [8, V]
     return caught[0][0], own
-
-
-TREE_TOLERANCE = 1e-3  # in float32
-PREFIX, SIBLINGS = 8, 5  # tokens of the chain, and of the tree's nodes behind it
-
-
-@torch.inference_mode()
-def explain_tree_mask_failure(model: PreTrainedModel) -> str | None:
-    """Return how the decoder's hidden states of siblings behind a prefix differ from those of each alone; None where they agree.
-
-    The engine gives all nodes of a tree in one pass, each with a mask of its ancestors and its depth as position. A class that
-    mixes tokens without regard to the mask, or takes none, can't verify trees. A sliding window shorter than the prefix is in the
-    mask. Nor does one whose tokens, without a mask, attend to later ones: then a prompt alone has other hidden states than in
-    front of its answer.
-    """
-    decoder, size = model.get_decoder(), PREFIX + SIBLINGS
-    rows = model.get_input_embeddings().weight.shape[0]
-    ids = (torch.arange(size) * 7919 + 11) % rows
-    ids[ids == getattr(model.config, "image_token_id", None)] = 0
-    ids = ids.to(model.device)
-    mask = torch.ones(size, size, dtype=torch.bool, device=ids.device).tril()
-    mask[PREFIX:, PREFIX:] = torch.eye(SIBLINGS, dtype=torch.bool, device=ids.device)
-    positions = torch.arange(size, device=ids.device).clamp(max=PREFIX)[None]
-    masks = build_layer_masks(decoder.config, mask[None, None], positions, positions)
-    try:
-        out = decoder(input_ids=ids[None], position_ids=positions, attention_mask=masks, use_cache=False)
-    except Exception as error:  # any class may raise anything
-        return f"its decoder takes no mask of a tree ({type(error).__name__}: {str(error)[:200]})"
-    together: Tensor = out.last_hidden_state[0, PREFIX:].float()  # [N, H]
-    prefix, longer = (decoder(input_ids=ids[None, :end], use_cache=False).last_hidden_state for end in (PREFIX, size))
-    if (difference := _compare(longer[0, :PREFIX].float(), prefix[0].float())) >= TREE_TOLERANCE:
-        return f"tokens have other hidden states with tokens behind them than without (by {difference:.1%})"
-    chains = [torch.cat([ids[:PREFIX], ids[n : n + 1]])[None] for n in range(PREFIX, size)]
-    alone = torch.stack(
-        [decoder(input_ids=chain, use_cache=False).last_hidden_state[0, -1].float() for chain in chains]
-    )
-    if (difference := _compare(together, alone)) < TREE_TOLERANCE:
-        return None
-    return f"tokens of a tree have other hidden states than each alone (by {difference:.1%}), whatever the mask"
-
-
-def _compare(found: Tensor, expected: Tensor) -> float:
-    """Return the relative difference of hidden states [N, H]: the median of the tokens, since a router may flip for one."""
-    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())

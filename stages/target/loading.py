@@ -14,10 +14,8 @@ from transformers.utils import is_accelerate_available, logging
 
 import stages.runtime.mkl_first_calls  # noqa: F401 - imported for its effect
 from stages.target import foreign_files, quantisation
-from stages.telemetry import stage_log
 
 
-@stage_log.count_wait("load")
 def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the target in evaluation mode, without gradients, its weights from safetensors only.
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.params import target_files
 from stages.params.section import BUILTIN
-from stages.runtime import atomic
-from stages.telemetry import stage_log
+from stages.runtime import atomic, digests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 TARGET_FOLDER = Path("artifacts/target")
 MADE_BY = "prepare_target"
 WEIGHTS = "*.safetensors"
-DIGEST_THREADS = 8  # hashing releases the GIL
 SAMPLE_BYTES, SAMPLE_EVERY = 4096, 4 << 20  # one block in every 4 MiB: 16 MB of 16 GB
 
 
@@ -107,7 +105,6 @@ def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER)
     return Path(snapshot_download(manifest.model, revision=manifest.revision, allow_patterns=patterns))
 
 
-@stage_log.count_wait("load")
 def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> "tuple[Tensor, Tensor]":
     """Return the target's embedding [V, H] and output head [V, H] as float32, without loading the model.
 
@@ -168,12 +165,7 @@ def digest_files(folder: Path, *patterns: str) -> str:
     """
     files = sorted({f for pattern in patterns for f in folder.glob(pattern)})
     total = hashlib.sha256()
-    with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-        for file, digest in zip(files, threads.map(_digest_file, files), strict=True):
-            total.update(file.name.encode() + b"\0" + digest)
+    with ThreadPoolExecutor(digests.THREADS) as threads:
+        for file, digest in zip(files, threads.map(digests.digest_file, files), strict=True):
+            total.update(file.name.encode() + b"\0" + bytes.fromhex(digest))
     return total.hexdigest()
-
-
-def _digest_file(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").digest()

@@ -2,8 +2,6 @@
 
 import copy
 import datetime
-import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,35 +85,3 @@ class PromptEncoder:
     def build_image_url(self, path: str) -> str:
         """Return an image as a `data:` URL, or its path for a text target."""
         return self.image_processor.build_data_url(path) if self.image_processor else path
-
-
-MAX_CHARACTERS = 1600  # shown of a prompt or an answer in the report
-
-
-def describe_row(
-    tokenizer: Any, origin: str, row_id: str, prompt_ids: list[int], answer_ids: list[int], finish_reason: str
-) -> dict[str, Any]:
-    """Return a row as results/sample_report.json has it; long texts without their middle. `origin`: file and row of raw data."""
-    texts = decode_prompt(tokenizer, prompt_ids), tokenizer.decode(answer_ids)
-    half = MAX_CHARACTERS // 2
-    prompt, answer = (t if len(t) <= MAX_CHARACTERS else f"{t[:half]} […] {t[-half:]}" for t in texts)
-    counts = {"prompt_tokens": len(prompt_ids), "answer_tokens": len(answer_ids)}
-    return (
-        {"id": row_id, "origin": origin, "prompt": prompt, "answer": answer} | counts | {"finish_reason": finish_reason}
-    )
-
-
-def print_row(tokenizer: Any, row_id: str, prompt_ids: list[int], answer_ids: list[int], ending: str) -> None:
-    """Print a row with its answer, the tokens trained on, in colour; `ending` is its finish reason."""
-    start, stop = ("[[", "]]") if os.environ.get("NO_COLOR") else ("\x1b[30;42m", "\x1b[0m")
-    supervised, total = len(answer_ids), len(prompt_ids) + len(answer_ids)
-    print("", f"--- {row_id}: {supervised} of {total} tokens are trained on, {ending}", sep="\n")
-    print(*decode_prompt(tokenizer, prompt_ids).split("\n"), sep="\n", end="")
-    # Coloured line by line, since a terminal would otherwise paint the margin too.
-    for line in tokenizer.decode(answer_ids).split("\n"):
-        print(start, line, stop, sep="")
-
-
-def decode_prompt(tokenizer: Any, ids: list[int]) -> str:
-    """Return the text of ids, each run of one special token (an image's) as the token and its count."""
-    return re.sub(r"(<\|\w+\|>)\1+", lambda m: f"{m[1]}×{len(m[0]) // len(m[1])}", tokenizer.decode(ids))

@@ -2,12 +2,9 @@
 
 from typing import Any
 
-from stages.runtime.machine import list_named_gpus
+import pynvml
 
-try:
-    import pynvml
-except ModuleNotFoundError:  # without nvidia-ml-py no energy is recorded
-    pynvml = None
+from stages.runtime.machine import list_named_gpus
 
 
 class EnergyMeter:
@@ -37,8 +34,6 @@ class EnergyMeter:
 def list_visible_cards() -> list[Any]:
     """Return NVML's handles of the visible GPUs in CUDA's order, which is NVML's if all GPUs are of one kind."""
     found: list[Any] = []
-    if pynvml is None:
-        return found
     try:
         pynvml.nvmlInit()
         named = list_named_gpus()

@@ -63,10 +63,9 @@ def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
                     fork_server.start_for_dvc(stage, int(dvc.split()[0]))
             if stage != "inputs":  # of `aerie stale` too, beside a run
                 watched.enter_context(scratch.lock_stage(stage))
-            scratch.begin_note(stage)
+            watched.enter_context(scratch.keep_note(stage))
             watched.enter_context(stage_log.log_run(stage, words, list_gpus()))
         main(*words)
-    scratch.end_note()
 
 
 def _keep_compiled_code() -> None:

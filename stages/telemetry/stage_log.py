@@ -1,8 +1,4 @@
-"""The log of stage runs, logs/stages.jsonl: a line per run that ended well, with its waits.
-
-Waits are what is not a stage's work: imports, CUDA's start, loading weights, servers, the compiler. Times count from the start of
-the process, that of a fork where the fork server starts stages. Only this process is looked at: of a stage with ranks, or with
-servers, the one that writes the log.
+"""The log of stage runs, logs/stages.jsonl: a line per run that ended well.
 
 The log is neither a dependency nor an output of any stage, so seconds, joules and versions wake nothing. The report shows the
 last run of each stage.
@@ -15,12 +11,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
-import psutil
 from pydantic import TypeAdapter
 
 from stages.runtime import guarded_files
@@ -28,8 +22,6 @@ from stages.telemetry.gpu_energy import EnergyMeter
 
 LOG_FILE = Path("logs/stages.jsonl")
 PACKAGES = ("torch", "transformers")
-
-_counted = {"load": 0.0, "server": 0.0}
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,6 @@ class StageRun:
     seconds: float
     gpus: list[str]  # names of the GPUs it used
     joules: float | None  # of all these GPUs, by their own counters; None where one does not count
-    waits: dict[str, float | None] = field(default_factory=dict)  # those of WaitMeter.read; {} in older lines
     process_s: float | None = None  # CPU time, of its own processes too; None in lines written before it was recorded
 
 
@@ -57,14 +48,13 @@ def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Ite
     if os.environ.get("RANK", "0") != "0" or any(word.startswith("--") for word in arguments):
         yield
         return
-    began, started, waits, meter = time.time_ns(), time.perf_counter(), WaitMeter(), EnergyMeter(gpus)
+    began, started, meter = time.time_ns(), time.perf_counter(), EnergyMeter(gpus)
     process_started = _read_process_seconds()
     yield
     process_s = round(_read_process_seconds() - process_started, 2)
     versions = {package: version(package) for package in PACKAGES if package in sys.modules}
     seconds = round(time.perf_counter() - started, 2)
-    measured = meter.names(), meter.joules(), waits.read(), process_s
-    run = StageRun(stage, began, time.time_ns(), versions, seconds, *measured)
+    run = StageRun(stage, began, time.time_ns(), versions, seconds, meter.names(), meter.joules(), process_s)
     try:
         LOG_FILE.parent.mkdir(exist_ok=True)
         with LOG_FILE.open("a", encoding="utf-8") as log:
@@ -92,47 +82,3 @@ def read_log() -> list[StageRun]:
         with suppress(ValueError):
             runs.append(adapter.validate_json(line))
     return runs
-
-
-# Waits
-
-
-class WaitMeter:
-    """Waits of this process, from before `main` to its end."""
-
-    def __init__(self) -> None:
-        self._first_kernel_s: float | None = None
-        self._import_s = _get_process_age()
-        torch = sys.modules.get("torch")
-        call_when_ready = getattr(getattr(torch, "cuda", None), "_lazy_call", None)
-        if call_when_ready is not None:  # torch calls it at the end of CUDA's start, or at once where that has been
-            call_when_ready(self._note_first_kernel)
-
-    def read(self) -> dict[str, float | None]:
-        """Return the seconds so far, None where there was nothing of the kind."""
-        dynamo = sys.modules.get("torch._dynamo.utils")  # not loaded where nothing has been compiled
-        compile_s = dynamo.calculate_time_spent().get("total_wall_time", 0.0) if dynamo else 0.0
-        return {
-            "import_s": round(self._import_s, 2),  # from the start of the process until the stage's `main`
-            "first_kernel_s": self._first_kernel_s,  # from there too, until CUDA is ready for its first kernel
-            "load_s": round(_counted["load"], 2) or None,  # reading weights and moving them to the device
-            "server_s": round(_counted["server"], 2) or None,  # from the start of servers until they answer
-            "compile_s": round(compile_s, 2) or None,  # torch.compile's: all graphs, forward and backward
-        }
-
-    def _note_first_kernel(self) -> None:
-        self._first_kernel_s = round(_get_process_age(), 2)
-
-
-@contextmanager
-def count_wait(kind: Literal["load", "server"]) -> Iterator[None]:
-    """Count the seconds of the block, or of the function that this decorates, as a wait of this kind."""
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        _counted[kind] += time.perf_counter() - started
-
-
-def _get_process_age() -> float:
-    return max(0.0, time.time() - psutil.Process().create_time())

@@ -1,4 +1,4 @@
-"""The settings of a training that follow from its rows, and the learning rate over its steps."""
+"""The learning rate over the steps of a training, and what null keys of train_draft stand for: packs by rows, rates."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MOST_EPOCHS = 20  # that are advised in place of more rows
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """After the warm-up as transformers' get_cosine_schedule_with_warmup and get_linear_schedule_with_warmup."""
+    """After the warm-up as transformers' get_linear_schedule_with_warmup and its cosine; step 0, there of rate 0, trains."""
 
     kind: Literal["constant", "cosine", "linear"]
     warmup_steps: int

@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.engine import tree_masks
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest
 from stages.params.tree_shape import TreeShape
@@ -141,8 +142,8 @@ def test_one_block_computes_trees_beyond_its_window_and_not_without_it(
     """So prepare_target finds a class whose layers the engine's masks do not reach."""
     build(name).save_pretrained(tmp_path)
     block = head_check.load_first_block(str(tmp_path), False)
-    assert head_check.explain_tree_mask_failure(block) is None
-    monkeypatch.setattr(head_check, "build_layer_masks", lambda _config, mask, *_: mask)
+    assert tree_masks.explain_tree_mask_failure(block) is None
+    monkeypatch.setattr(tree_masks, "build_layer_masks", lambda _config, mask, *_: mask)
     assert "tokens of a tree have other hidden states than each alone" in str(
-        head_check.explain_tree_mask_failure(block)
+        tree_masks.explain_tree_mask_failure(block)
     )

@@ -1,5 +1,6 @@
 """The journal: what was added is there after any kill, once, under the key of what was asked."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,16 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_cut_at_any_byte_loses_at_most_one_entry(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         for n in range(3):
             journal.add(str(n), {"n": n, "é": "1"})
     whole = path.read_bytes()
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
-        with Journal(path) as journal:
+        with closing(Journal(path)) as journal:
             assert list(journal.done) == [str(n) for n in range(whole[:cut].count(b"\n"))]
             journal.add("new", cut)
-        with Journal(path) as journal:
+        with closing(Journal(path)) as journal:
             assert journal.done["new"] == cut
 
 

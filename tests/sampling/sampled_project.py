@@ -62,7 +62,7 @@ def read_result(project: Path) -> tuple[dict[str, pl.DataFrame], dict[str, Any]]
         assert table["id"].is_unique().all(), split
         size = schema.load_params().sample_target.shard_size
         heights = [pl.read_parquet(f).height for f in sorted((project / f"data/sampled/{split}").iterdir())]
-        assert max(heights) <= size
+        assert max(heights) <= size + 4  # the rest of a conversation of five turns
     assert not list(Path(".scratch").glob("sample_target-*"))
     return rows, {k: v for k, v in report(project).items() if k not in ("seconds", "asked_again", "server_restarts")}
 

@@ -7,6 +7,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages import prepare_target
+from stages.engine import tree_masks
 from stages.target import head_check
 from tests.target.pinned_targets import LLAMA, pinned
 from tests.target.test_target_forward import every_class, save_random_model
@@ -15,7 +16,7 @@ from tests.target.test_target_forward import every_class, save_random_model
 @every_class
 def test_one_block_of_every_class_computes_trees(tmp_path: Path, name: str) -> None:
     save_random_model(tmp_path, name, False)
-    assert head_check.explain_tree_mask_failure(head_check.load_first_block(str(tmp_path), False)) is None
+    assert tree_masks.explain_tree_mask_failure(head_check.load_first_block(str(tmp_path), False)) is None
 
 
 @pytest.mark.parametrize(
