@@ -149,15 +149,12 @@ class TrainingPack(SupervisedPack):
         num_steps: int,
         loss_mask: str,
         pinned: bool = False,
-        select: Callable[[Tensor], Tensor] = lambda supervised: (
-            supervised
-        ),  # [L, T]: which of the supervised are trained
+        select: Callable[[Tensor], Tensor] = lambda x: x,  # of the supervised [L, T] those that are trained
     ) -> "TrainingPack":
         """Build a pack on the CPU, in pinned memory for a GPU."""
         packed = PackedRows.concatenate(rows, pinned)
-        # [L, T]
         mask = torch.cat([r.mask for r in rows])
-        supervised = select(build_supervision_mask(mask, packed.row_index, num_steps, loss_mask))
+        supervised = select(build_supervision_mask(mask, packed.row_index, num_steps, loss_mask))  # [L, T]
         # Sorted by their last supervised step, the queries of every step are a prefix of all queries.
         num_unrolled = (supervised * torch.arange(1, num_steps + 1)[:, None]).amax(0)  # [T]
         query_tokens = torch.sort(num_unrolled, descending=True, stable=True).indices[: int((num_unrolled > 0).sum())]
