@@ -6,6 +6,7 @@ the vocabulary, sizes and weights are those of a published draft (warm start).
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.eagle3 import files as eagle3_files
 from stages.hidden_states import format, reader
 from stages.params import schema, stage_inputs
+from stages.params.families import EAGLE3
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic
 from stages.target import feature_layers, manifest
@@ -45,7 +47,7 @@ def main(name: str = ROOT_CHECKPOINT) -> None:
         )
     folder = checkpoint.locate_checkpoint(name)
     config = build_config_json(draft.config, layers, target_manifest)
-    eagle3_checkpoint.write_eagle3_draft(folder, config, draft.state_dict())
+    eagle3_checkpoint.ROOT_FILES.write(folder, config, draft.state_dict())
     checkpoint.write_state(folder, {}, {"epoch": 0, "step": 0})
     _write_report(name, draft, counts)
 
@@ -164,9 +166,8 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     name = init.from_
     assert name is not None
     folder, commit = published_files.fetch_draft(name, init.revision)
-    published = eagle3_files.read_published_draft(
-        folder, target_manifest, lambda: manifest.read_embedding_and_head(target_manifest), name
-    )
+    read_tables = partial(manifest.read_embedding_and_head, target_manifest)
+    published = eagle3_files.Files(EAGLE3).read_published_folder(folder, target_manifest, read_tables, name)
     print(f"{ROOT_CHECKPOINT} starts from {name}" + (f" at {commit}" if commit else ""))
     for note in published.notes:
         print(f"note: {note}")

@@ -53,7 +53,7 @@ def make(project: Path) -> None:
             schema.load_params(), made, torch.ones(made.vocab_size, dtype=torch.int64)
         )
         config = init_draft.build_config_json(draft.config, layers, made)
-        eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
+        eagle3_checkpoint.ROOT_FILES.write(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
         rows = [_eval_row(tokenizer, number, text) for number, text in enumerate(read_questions()[:EVAL_ROWS])]
         write_sampled("eval", rows)
 

@@ -70,8 +70,8 @@ def overfit_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             own = Eagle3Overfit.build_engine_draft
             patch.setattr(Eagle3Overfit, "build_engine_draft", lambda run: kept.append(run.draft) or own(run))
             check_overfit.main()
-        config, _ = eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
-        eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e000"), config, dict(kept[0].state_dict()))
+        config, _ = eagle3_checkpoint.ROOT_FILES.read_checked(checkpoint.locate_checkpoint("e000"), "init_draft")
+        eagle3_checkpoint.ROOT_FILES.write(checkpoint.locate_checkpoint("e000"), config, dict(kept[0].state_dict()))
         edit_params(project, {"check_overfit": {"steps": 1, "learning_rate": 1e-9}})
         yield project
 

@@ -26,13 +26,13 @@ from stages import import_draft, init_draft, report
 from stages.cells.cell import Cell
 from stages.data import readers, row_cleaning
 from stages.data.tables.table_schema import load_table_file
-from stages.draft import checkpoint
 from stages.families.block.config import build_block_config
-from stages.families.block.files import find_block_draft_problem
+from stages.families.block.files import Files
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.eagle3 import files as eagle3_files
 from stages.hidden_states import reader, writer
 from stages.params import target_files
+from stages.params.families import BLOCKS, EAGLE3
 from stages.params.schema import load_params, read_recipe
 from stages.published.tables import read_publication
 from stages.reporting import plots
@@ -63,7 +63,7 @@ ROWS = [{"messages": [{"role": role, "content": f"{n}?"} for role in ("user", "a
 def published_eagle3(folder: Path) -> Read:
     eagle3_exports.export(folder, {"fc_norm": True}, rope=eagle3_exports.LLAMA3)
     draft, tables = folder / "draft", (eagle3_exports.EMBEDDING, eagle3_exports.HEAD)
-    return lambda: eagle3_files.read_published_draft(draft, eagle3_exports.TARGET, lambda: tables)
+    return lambda: eagle3_files.Files(EAGLE3).read_published_folder(draft, eagle3_exports.TARGET, lambda: tables)
 
 
 def published_block(folder: Path, method: str, form: str) -> Read:
@@ -74,14 +74,15 @@ def published_block(folder: Path, method: str, form: str) -> Read:
 
 def own_eagle3(folder: Path) -> Read:
     eagle3_exports.export(folder, {"sliding_window": 64, "qk_norm": True})
-    return lambda: eagle3_checkpoint.read_eagle3_draft(folder, "train_draft@e003")
+    return lambda: eagle3_checkpoint.ROOT_FILES.read_checked(folder, "train_draft@e003")
 
 
 def own_block(folder: Path) -> Read:
     draft, *_ = test_published_block_formats.original("dspark")
     config = build_block_config(draft.config, test_published_block_formats.LAYERS, "float32")
-    checkpoint.write_draft(folder, config, dict(draft.state_dict()), find_block_draft_problem)
-    return lambda: checkpoint.read_draft(folder, "train_draft@d003", "block draft", find_block_draft_problem)
+    files = Files(BLOCKS["dflash"])
+    files.write(folder, config, dict(draft.state_dict()))
+    return lambda: files.read_checked(folder, "train_draft@d003")
 
 
 def hidden_states(folder: Path) -> Read:

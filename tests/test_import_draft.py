@@ -119,13 +119,13 @@ def test_a_config_of_ones_own_and_the_options(project: Path, tmp_path: Path) -> 
     edit_params(root, {"init_draft": options})
     done = run(root, "stages.init_draft")
     assert done.returncode == 0, done.stderr
-    config, tensors = eagle3_checkpoint.read_eagle3_draft(root / "drafts/e000", "init_draft")
+    config, tensors = eagle3_checkpoint.ROOT_FILES.read_checked(root / "drafts/e000", "init_draft")
     assert {key: config[key] for key in mine} == mine
     assert config["rope_parameters"]["rope_theta"] == 20000 and config["rope_scaling"] is None
     assert config["fc_norm"] and config["norm_output"] and config["sliding_window"] == 16
     assert tensors["midlayer.self_attn.k_proj.weight"].shape[0] == 16 and "fc_norm.2.weight" in tensors
     assert run(root, "stages.train_draft", "e001").returncode == 0
-    assert eagle3_checkpoint.read_eagle3_draft(root / "drafts/e001", "train_draft@e001")[0] == config
+    assert eagle3_checkpoint.ROOT_FILES.read_checked(root / "drafts/e001", "train_draft@e001")[0] == config
     done = run(root, "stages.replay_trees", "e001")
     assert done.returncode == 0, done.stderr
 
@@ -142,7 +142,7 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(
     """A random draft over the target's whole vocabulary, its state near the trained one's, so that some is accepted."""
     chosen = OPTIONS[options] | ({"sliding_window": 8} if "sliding_window" in OPTIONS[options] else {})
     made = manifest.read_manifest(small_run / "artifacts/target")
-    config, tensors = eagle3_checkpoint.read_eagle3_draft(small_run / "drafts/e003", "train_draft@e003")
+    config, tensors = eagle3_checkpoint.ROOT_FILES.read_checked(small_run / "drafts/e003", "train_draft@e003")
     draft = Eagle3Draft(DraftConfig(**{**vars(DraftConfig.from_json(config)), **chosen})).requires_grad_(False)
     missing = draft.load_state_dict(tensors, strict=False)
     assert not missing.unexpected_keys and all("norm" in name for name in missing.missing_keys)

@@ -254,4 +254,4 @@ def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(trained_project: Path,
     with pytest.raises(ValueError, match="is no Medusa draft"):
         files.read(checkpoint.locate_checkpoint("eagle1"), "train_draft@eagle1", manifest.read_manifest(), tables[1])
     with pytest.raises(ValueError, match="is no EAGLE-3 draft"):
-        eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("heads1"), "train_draft@heads1")
+        eagle3_checkpoint.ROOT_FILES.read_checked(checkpoint.locate_checkpoint("heads1"), "train_draft@heads1")

@@ -16,9 +16,10 @@ from stages.cells import replay_records
 from stages.cells.replay_records import ReplayedTree
 from stages.draft import checkpoint
 from stages.families.block.config import build_block_config
-from stages.families.block.files import find_block_draft_problem
+from stages.families.block.files import Files
 from stages.families.block.model import BlockDraft
 from stages.hidden_states import reader
+from stages.params.families import BLOCKS
 from stages.params.tree_shape import TreeShape
 from stages.target import manifest
 from tests.conftest import edit_params
@@ -47,9 +48,7 @@ def write_block(method: str, seed: int = 36, **options: Any) -> BlockDraft:
     sizes = {"vocab_size": V, "mask_token_id": 7, "block_size": SLOTS, "feature_layers": layers, **options}
     draft = random_block_draft(seed, 0.5, torch.float32, **METHOD_OPTIONS[method], **sizes)[0]
     config = build_block_config(draft.config, 8)
-    checkpoint.write_draft(
-        checkpoint.locate_checkpoint(NAME), config, dict(draft.state_dict()), find_block_draft_problem
-    )
+    Files(BLOCKS["dflash"]).write(checkpoint.locate_checkpoint(NAME), config, dict(draft.state_dict()))
     segment = {"from": "e000", "epochs": 1, "method": method, "layers": 2, "block_size": SLOTS, "anchors": 8}
     segment |= SEGMENT_KEYS[method]
     edit_params(Path(), {"train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}, NAME: segment}}})

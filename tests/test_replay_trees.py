@@ -61,7 +61,7 @@ def shared_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         draft, layers = init_draft._build_fresh_draft(p, target, torch.arange(V))
         config = init_draft.build_config_json(draft.config, layers, target)
         scatter(draft, 0.3, 2)
-        eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
+        eagle3_checkpoint.ROOT_FILES.write(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
         engine = build_engine(
             small_target(V, 1, max_position_embeddings=256), target.eos_token_ids, target.feature_layers
         )

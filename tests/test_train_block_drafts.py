@@ -22,12 +22,12 @@ from stages.draft import checkpoint
 from stages.families.block import mask_token
 from stages.families.block import objective as block_training
 from stages.families.block.config import parse_block_config
-from stages.families.block.files import find_block_draft_problem
+from stages.families.block.files import Files
 from stages.families.block.model import BlockDraft
 from stages.families.block.objective import BlockTrainingObjective
 from stages.hidden_states import reader
 from stages.params import schema
-from stages.params.families import BlockSegment
+from stages.params.families import BLOCKS, BlockSegment
 from stages.runtime.distributed import RankContext
 from stages.target import manifest
 from stages.target.feature_layers import locate_feature_layers
@@ -130,9 +130,7 @@ def build_trainer(name: str, dtype: str) -> tuple[Trainer, reader.HiddenStatesRe
     settings = params.train_draft.model_copy(update={"dtype": dtype})
     segment = settings.checkpoints[name]
     assert isinstance(segment, BlockSegment)
-    config, _ = checkpoint.read_draft(
-        checkpoint.locate_checkpoint(name), "a test", "block draft", find_block_draft_problem
-    )
+    config, _ = Files(BLOCKS["dflash"]).read_checked(checkpoint.locate_checkpoint(name), "a test")
     draft = BlockDraft(parse_block_config(config))
     draw = torch.Generator().manual_seed(8)
     for parameter in draft.parameters():

@@ -70,6 +70,8 @@ class RotaryModule(nn.Module):
     inverse_frequency: Tensor
 
     def register_rope(self, rope: dict[str, Any], head_dim: int) -> None:
+        """Raise ValueError as `check_rope`."""
+        check_rope(rope, head_dim)
         self._rope = rope, head_dim
         frequencies, self.rope_scale = compute_frequencies(rope, head_dim)
         self.register_buffer("inverse_frequency", frequencies, persistent=False)
@@ -92,7 +94,8 @@ class RotaryModule(nn.Module):
 def check_rope(rope: dict[str, Any], head_dim: int) -> None:
     """Raise ValueError for rope_parameters that a draft with heads of this width can't have."""
     try:
-        frequencies = compute_frequencies(rope, head_dim)[0]
+        with torch.device("cpu"):  # also where a module is built without memory
+            frequencies = compute_frequencies(rope, head_dim)[0]
     except (KeyError, TypeError, ArithmeticError) as error:
         raise ValueError(f"rope_parameters are {rope!r:.200}, which give no frequencies ({error!r})") from None
     if not bool(torch.isfinite(frequencies).all()):

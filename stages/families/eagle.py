@@ -34,7 +34,7 @@ from stages.families.static_tree import StaticTree
 from stages.params.draft_sections import TrainDraft
 from stages.params.families import DraftKind, Segment
 from stages.params.tree_shape import TreeShape
-from stages.training import attention_mask, chunked_loss, packed_rows, ttt
+from stages.training import chunked_loss, packed_rows, ttt
 from stages.training.packed_rows import PackObjective
 from stages.training.trainer import ComputeLoss
 from stages.trees import draft_tree as trees
@@ -91,32 +91,6 @@ class EagleDraft(Eagle3Draft):
         return draft_ids
 
 
-def unroll_states(eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, steps: int) -> list[Tensor]:
-    """Return the states [P_k, H] of `steps` steps from every query token, with the row's own tokens and the states before."""
-    last = pack.last.to(eagle.fc.weight.dtype)
-    positions = eagle.get_rope_positions(pack.position, pack.rope_positions)
-    ids = nn.functional.pad(pack.ids, (0, steps + 1))
-    mixed = eagle.build_layer_input(ttt.embed_tokens(pack, ids, embedding, slice(1, len(pack.ids) + 1)), last)
-    visible = attention_mask.build_pack_attention(
-        pack, *eagle.compute_keys_values(mixed, eagle.compute_rope(positions)), None
-    )
-    hidden = last.index_select(0, pack.query_tokens)  # [P, H]
-    own_keys: list[Tensor] = []
-    own_values: list[Tensor] = []
-    states: list[Tensor] = []
-    for k, width in enumerate(pack.queries_per_step[:steps]):
-        query_tokens = pack.query_tokens[:width]
-        mixed = eagle.build_layer_input(ttt.embed_tokens(pack, ids, embedding, query_tokens + 1 + k), hidden[:width])
-        rope = eagle.compute_rope(positions[query_tokens] + k)
-        if k:  # at step 0 the query's own key is in the prefix
-            key, value = eagle.compute_keys_values(mixed, rope)
-            own_keys, own_values = [x[:width] for x in own_keys] + [key], [x[:width] for x in own_values] + [value]
-        attended = visible.attend(eagle.compute_queries(mixed, rope), own_keys, own_values)
-        hidden = eagle.finish_layer(mixed, attended.to(mixed.dtype))
-        states.append(hidden)
-    return states
-
-
 def compute_loss(
     eagle: EagleDraft,
     pack: ttt.TrainingPack,
@@ -129,23 +103,22 @@ def compute_loss(
     assert objective.num_steps == 1
     if not pack.chunks:
         return packed_rows.compute_zero_loss(eagle, pack, 1)
-    (states,) = unroll_states(eagle, pack, embedding, 1)
-    # [1]
-    share = 1 / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(min=1)
+    (states,) = ttt.unroll_states(eagle, pack, pack.last, embedding, 1)
+    share = objective.weigh_steps(pack.count_supervised() if counts is None else counts)  # [1]
     all_ids = torch.zeros(len(head), dtype=torch.int64, device=head.device)
     output_head = chunked_loss.OutputHead(eagle.normalise_output, head, all_ids, torch.ones_like(all_ids).bool())
-    given = output_head, [states], pack, head, CROSS_ENTROPY_WEIGHT * share, objective.loss, objective.logits_scale
-    total, loss, hits = chunked_loss.compute_chunked_loss(*given)
+    soft = chunked_loss.compute_chunked_loss(output_head, [states], pack, head, CROSS_ENTROPY_WEIGHT * share, objective)
     expected = pack.last[pack.query_tokens + 1].to(states.dtype)  # of the predicted position
     distance = nn.functional.smooth_l1_loss(states, expected, reduction="none").mean(-1).float().sum()
-    return ttt.LossOutput(total + distance * share[0], CROSS_ENTROPY_WEIGHT * loss + distance.detach(), hits)
+    loss = CROSS_ENTROPY_WEIGHT * soft.loss_per_step + distance.detach()
+    return ttt.LossOutput(soft.total_loss + distance * share[0], loss, soft.argmax_matches)
 
 
 def predict_top_tokens(
     eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, head: Tensor, steps: int, count: int
 ) -> list[Tensor]:
     """Return each step's `count` likeliest ids [P_k, count], given the row's own tokens before."""
-    states = unroll_states(eagle, pack, embedding, steps)
+    states = ttt.unroll_states(eagle, pack, pack.last, embedding, steps)
     return [(state @ head.T).topk(count).indices for state in states]
 
 

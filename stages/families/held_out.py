@@ -57,7 +57,7 @@ class HeldOutAnswers:
         totals = torch.zeros(3, objective.num_steps, dtype=torch.float64, device=device)
         for index, rows in enumerate(_split_rows(self._rows, self._trainer.settings.batch_tokens or MOST_TOKENS)):
             pack = objective.build_pack(rows, PackIndex(0, index, 0), pinned=False).to(device)
-            counts = torch.tensor(pack.supervised_per_step, device=device)
+            counts = pack.count_supervised()
             found = self._trainer.training_step.compute_loss(
                 self._draft.module, pack, *self._trainer.training_step.tables, objective, counts
             )

@@ -86,20 +86,18 @@ def compute_loss(
     """Return the loss as ttt.compute_loss does; a step is a head."""
     if not pack.chunks:
         return packed_rows.compute_zero_loss(medusa, pack, objective.num_steps)
-    decay = objective.decay ** torch.arange(objective.num_steps, device=head.device)
-    weights = decay / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(
-        min=1
-    )
+    weights = objective.weigh_steps(pack.count_supervised() if counts is None else counts)
     parts = []
     for k, out in enumerate(medusa.outs):
         of_head = pack.select_step(k)
         states = medusa.compute_head_input(k, pack.last[of_head.query_tokens].to(out.weight.dtype))
         output_head = chunked_loss.OutputHead(nn.Identity(), out.weight, medusa.d2t, medusa.t2d)
-        given = output_head, [states], of_head, head, weights[k : k + 1], objective.loss, objective.logits_scale
-        parts.append(chunked_loss.compute_chunked_loss(*given))
-    totals, losses, hits = zip(*parts, strict=True)
-    wide = [nn.functional.pad(x[0], (0, len(pack.query_tokens) - x.shape[1])) for x in hits]
-    return ttt.LossOutput(torch.stack(totals).sum(), torch.cat(losses), torch.stack(wide))
+        weight = weights[k : k + 1]
+        parts.append(chunked_loss.compute_chunked_loss(output_head, [states], of_head, head, weight, objective))
+    hits = (part.argmax_matches[0] for part in parts)
+    wide = [nn.functional.pad(x, (0, len(pack.query_tokens) - len(x))) for x in hits]
+    total, losses = torch.stack([part.total_loss for part in parts]).sum(), [part.loss_per_step for part in parts]
+    return ttt.LossOutput(total, torch.cat(losses), torch.stack(wide))
 
 
 def predict_top_tokens(

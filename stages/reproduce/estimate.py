@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 
 from stages import init_draft
+from stages.draft import checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.families.block import training as block_training_start
-from stages.families.block.files import list_block_tensor_shapes
-from stages.families.block.model import BlockDraftConfig
-from stages.families.eagle3 import checkpoint as eagle3_checkpoint
+from stages.families.block.model import BlockDraft, BlockDraftConfig
 from stages.families.peagle.model import PEagleConfig, PEagleDraft
 from stages.hidden_states import format
 from stages.params import schema
@@ -138,8 +137,10 @@ def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu:
 
 def count_draft_parameters(draft: DraftConfig) -> dict[str, int]:
     """Return the parameters of an EAGLE-3 or P-EAGLE draft's fc, layers and head."""
-    own = PEagleDraft if isinstance(draft, PEagleConfig) else Eagle3Draft
-    sizes = {name: math.prod(shape) for name, shape in eagle3_checkpoint.list_tensor_shapes(draft, own).items()}
+    shapes = checkpoint.list_shapes(
+        lambda: PEagleDraft(draft) if isinstance(draft, PEagleConfig) else Eagle3Draft(draft)
+    )
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     fc, head = sizes["fc.weight"], sizes["lm_head.weight"]
     return {"fc": fc, "head": head, "layer": sum(sizes.values()) - fc - head - sizes["d2t"] - sizes["t2d"]}
 
@@ -240,7 +241,7 @@ class _Run:
 
     def count_parameters(self, name: str) -> int:
         if config := self.build_block_config(name):
-            return sum(math.prod(shape) for shape in list_block_tensor_shapes(config).values())
+            return sum(math.prod(shape) for shape in checkpoint.list_shapes(lambda: BlockDraft(config)).values())
         return sum(count_draft_parameters(self.build_eagle_config(name)).values())
 
     # Sizes and disk

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.training.compile_on_cuda import compile_on_cuda
+from stages.training.packed_rows import LossOutput
 
 LOSSES = ("ce", "lk_alpha", "lk_lambda")
 LK_LAMBDA_DECAY = 3.0
@@ -37,11 +38,9 @@ def compute_chunked_loss(
     pack: Any,  # ttt.TrainingPack
     head: Tensor,  # [V, H]
     weights: Tensor,  # [L] weight of a position of each step in the total
-    loss: str,
-    logits_scale: float,  # of the target's logits over last hidden states times `head`
-    reach_floor: float = 1.0,  # weight of a step after one that missed the label (`_weigh_by_reach`)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the total (scalar, differentiable), the loss [L] summed over the positions of each step, argmax matches [L, P].
+    objective: Any,  # ttt.TrainingObjective
+) -> LossOutput:
+    """Return the loss of a pack that has supervised positions; argmax matches are [L, P].
 
     Pairs of state S, one past the last, are those of no supervised position in a padded pack: a row of zeros without weight.
     """
@@ -50,14 +49,13 @@ def compute_chunked_loss(
     state_weights = torch.cat([w.expand(count) for w, count in zip(weights, pack.queries_per_step, strict=True)])  # [S]
     state_weights = nn.functional.pad(state_weights, (0, spare))
     total, losses, matches = _ChunkedLoss.apply(
-        normed, output_head.weight, state_weights, pack, head, output_head.d2t, output_head.t2d, loss, logits_scale,
-        reach_floor,
-    )  # fmt: skip
+        normed, output_head.weight, state_weights, pack, head, output_head.d2t, output_head.t2d, objective
+    )
     count = sum(pack.queries_per_step)  # S
     loss_per_step = torch.stack([x.sum() for x in losses[:count].split(pack.queries_per_step)])
     num_queries = len(pack.query_tokens)
     padded = [nn.functional.pad(x, (0, num_queries - len(x))) for x in matches[:count].split(pack.queries_per_step)]
-    return total, loss_per_step, torch.stack(padded)
+    return LossOutput(total, loss_per_step, torch.stack(padded))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -73,9 +71,7 @@ class _ChunkedLoss(torch.autograd.Function):
         head: Tensor,
         d2t: Tensor,
         t2d: Tensor,
-        loss: str,
-        logits_scale: float,
-        reach_floor: float,
+        objective: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_any, needs_weight = any(ctx.needs_input_grad), ctx.needs_input_grad[1]  # a head may be frozen
         draft_vocab = torch.arange(len(d2t), device=d2t.device) + d2t if len(d2t) < len(t2d) else None
@@ -87,7 +83,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for start, stop, label_start, label_stop in pack.chunks:
             state, label = pack.pair_state[start:stop], pack.pair_label[start:stop] - label_start
             last = pack.last[pack.label_tokens[label_start:label_stop]]  # [U, H]
-            target_logits = compute_target_logits(last, head, logits_scale)  # [U, V]
+            target_logits = compute_target_logits(last, head, objective.logits_scale)  # [U, V]
             target_argmax = target_logits.argmax(-1)  # [U]
             probs, mass = compute_teacher_probs(target_logits, draft_vocab)
             del target_logits
@@ -95,7 +91,9 @@ class _ChunkedLoss(torch.autograd.Function):
             target_token = target_argmax[label]
             # 0 where the target's token is not in the draft vocabulary.
             scale = state_weights[state] * t2d[target_token]
-            pair_loss, gradient, draft_id = _compute_pair_loss(chunk_states @ weight.T, probs, mass, label, scale, loss)
+            pair_loss, gradient, draft_id = _compute_pair_loss(
+                chunk_states @ weight.T, probs, mass, label, scale, objective.loss
+            )
             losses[state] = pair_loss * t2d[target_token]
             matches[state] = draft_id + d2t[draft_id] == target_token
             scaled[state] = pair_loss * scale
@@ -103,9 +101,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 states_grad[state] = gradient @ weight
             if weight_grad is not None:
                 weight_grad += _multiply_in_float32(gradient.T, chunk_states)
-        if reach_floor < 1:  # a gradient by states is proportional to its weight, which is known only now
+        if objective.reach_floor < 1:  # a gradient by states is proportional to its weight, which is known only now
             count = sum(pack.queries_per_step)
-            reach = _weigh_by_reach(matches[:count], pack.queries_per_step, reach_floor)
+            reach = _weigh_by_reach(matches[:count], pack.queries_per_step, objective.reach_floor)
             scaled[:count] *= reach
             if states_grad is not None:
                 states_grad[:count] *= reach[:, None]
@@ -118,7 +116,7 @@ class _ChunkedLoss(torch.autograd.Function):
         states_grad, weight_grad = ctx.saved_tensors
         weight_grad = None if weight_grad is None else weight_grad * total_grad
         # In place: a second copy of them is 7.5 GB for a row of 131,072 tokens at 8B shape, when memory is fullest.
-        return states_grad.mul_(total_grad), weight_grad, *([None] * 8)
+        return states_grad.mul_(total_grad), weight_grad, *([None] * 6)
 
 
 def _weigh_by_reach(matches: Tensor, queries_per_step: Sequence[int], floor: float) -> Tensor:

@@ -94,6 +94,10 @@ class SupervisedPack(PackedRows):
     contexts: Tensor  # [P] int64: range of the tokens before the first step's draft; len(CONTEXT_EDGES): not supervised
     padded_size: int | None = None  # packs of one such size, and one number of tokens, differ in no other size
 
+    def count_supervised(self) -> Tensor:
+        """Return the supervised positions of each step [L], on the pack's device."""
+        return torch.tensor(self.supervised_per_step, device=self.ids.device)
+
     def without_supervision(self) -> Self:
         """Return the same rows with no supervised position."""
         raise NotImplementedError

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ MAX_OPEN_PACKS = 8
 PREFETCHED_STEPS = 3
 READER_THREADS = 4
 
+P = TypeVar("P")
 EpochPlan = list[list[list[int]]]  # steps, their packs, and the numbers of each pack's rows
 
 
@@ -71,19 +72,10 @@ class PackTask(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepTasks:
-    """This process's packs of a step, to be built."""
+class PackStep(Generic[P]):
+    """This process's packs of a step: to be built, or on its device."""
 
-    packs: list[PackTask]
-    num_rows: int  # of all processes
-    ends_epoch: bool
-
-
-@dataclass(frozen=True)
-class LoadedStep:
-    """This process's packs of a step, on its device."""
-
-    packs: list[SupervisedPack]
+    packs: list[P]
     num_rows: int  # of all processes
     ends_epoch: bool
 
@@ -124,7 +116,7 @@ class PackLoader:
     dtype: torch.dtype  # of rows stored in fp8
     online: OnlinePacks | None = None
 
-    def load_steps(self, plans: Iterable[tuple[int, EpochPlan]]) -> Iterator[LoadedStep]:
+    def load_steps(self, plans: Iterable[tuple[int, EpochPlan]]) -> Iterator[PackStep[SupervisedPack]]:
         """Yield the steps of epochs, each with its plan. Raises ValueError for a broken shard, as HiddenStatesReader.
 
         On a GPU an epoch's first steps are read while the one before it ends, and while its checkpoint is written.
@@ -134,20 +126,20 @@ class PackLoader:
             yield from self._prefetch(tasks)
         else:  # threads would take the cores that compute
             for step in tasks:
-                yield LoadedStep([self._build_pack(*task) for task in step.packs], step.num_rows, step.ends_epoch)
+                yield PackStep([self._build_pack(*task) for task in step.packs], step.num_rows, step.ends_epoch)
 
-    def _list_tasks(self, plan: EpochPlan, epoch: int) -> Iterator[StepTasks]:
+    def _list_tasks(self, plan: EpochPlan, epoch: int) -> Iterator[PackStep[PackTask]]:
         """Yield this process's packs of each step."""
         rank, world = self.ranks.rank, self.ranks.world
         for step, packs in enumerate(plan):
             share = share_packs(packs, rank, world)
             tasks = [PackTask(*x, PackIndex(epoch, step, rank + i * world)) for i, x in enumerate(share)]
-            yield StepTasks(tasks, sum(map(len, packs)), ends_epoch=step == len(plan) - 1)
+            yield PackStep(tasks, sum(map(len, packs)), ends_epoch=step == len(plan) - 1)
 
-    def _prefetch(self, tasks: Iterator[StepTasks]) -> Iterator[LoadedStep]:
+    def _prefetch(self, tasks: Iterator[PackStep[PackTask]]) -> Iterator[PackStep[SupervisedPack]]:
         with ThreadPoolExecutor(READER_THREADS) as threads:
 
-            def submit(step: StepTasks) -> tuple[StepTasks, list[Future[SupervisedPack]]]:
+            def submit(step: PackStep[PackTask]) -> tuple[PackStep[PackTask], list[Future[SupervisedPack]]]:
                 return step, [threads.submit(self._build_pack, *task) for task in step.packs]
 
             pending, copier = deque(map(submit, islice(tasks, PREFETCHED_STEPS))), _DeviceCopier(self.ranks.device)
@@ -155,9 +147,7 @@ class PackLoader:
                 pending.extend(map(submit, islice(tasks, 1)))
                 step, packs = pending.popleft()
                 # Without a name for the copies: they would live through the checkpoint after an epoch's last step.
-                yield LoadedStep(
-                    copier.copy_packs([future.result() for future in packs]), step.num_rows, step.ends_epoch
-                )
+                yield PackStep(copier.copy_packs([future.result() for future in packs]), step.num_rows, step.ends_epoch)
 
     def _build_pack(self, rows: list[int], supervised: bool, pack_index: PackIndex) -> SupervisedPack:
         stored_rows = [self.reader.read_row(i, self.dtype) for i in rows]

@@ -20,7 +20,7 @@ from stages.training import trackers
 from stages.training.captured_step import CapturedSteps
 from stages.training.optimizer import MasterWeightOptimizer, gather_full_tensor
 from stages.training.packed_rows import LossOutput, PackObjective, SupervisedPack
-from stages.training.packs import LoadedStep, OnlinePacks, PackLoader, plan_epoch
+from stages.training.packs import OnlinePacks, PackLoader, PackStep, plan_epoch
 from stages.training.schedule import LearningRateSchedule, choose_optimizer, plan_schedule
 
 LOG_STEPS = 50  # reading the loss waits for the device
@@ -159,7 +159,7 @@ class Trainer:
         while self.epoch < last_epoch:
             yield self._train_epoch(steps, sum(reader.lengths), bar)
 
-    def _train_epoch(self, steps: Iterator[LoadedStep], tokens: int, bar: tqdm) -> EpochLog:
+    def _train_epoch(self, steps: Iterator[PackStep[SupervisedPack]], tokens: int, bar: tqdm) -> EpochLog:
         """Take the steps up to the epoch's last, and append its results to the log."""
         started = time.perf_counter()
         # Summed loss, argmax matches and supervised positions of each step, and candidates of the first.

@@ -75,6 +75,10 @@ class TrainingObjective:
         pack = replace(pack, batch_tokens=self.batch_tokens)
         return pack.pad() if pinned and self.small_packs and pack.can_be_padded else pack
 
+    def weigh_steps(self, counts: Tensor) -> Tensor:
+        """Return the weight of a position of each step [L] in the loss, of which the batch has `counts` [L]."""
+        return self.decay ** torch.arange(self.num_steps, device=counts.device) / counts.clamp(min=1)
+
     def combine_losses(self, step_loss: Sequence[float], _counts: Sequence[float]) -> float:
         """Return the sum over steps of decay**k times the mean loss of the step."""
         return sum(self.decay**k * x for k, x in enumerate(step_loss))
@@ -145,15 +149,12 @@ class TrainingPack(SupervisedPack):
         num_steps: int,
         loss_mask: str,
         pinned: bool = False,
-        select: Callable[[Tensor], Tensor] = lambda supervised: (
-            supervised
-        ),  # [L, T]: which of the supervised are trained
+        select: Callable[[Tensor], Tensor] = lambda x: x,  # of the supervised [L, T] those that are trained
     ) -> "TrainingPack":
         """Build a pack on the CPU, in pinned memory for a GPU."""
         packed = PackedRows.concatenate(rows, pinned)
-        # [L, T]
         mask = torch.cat([r.mask for r in rows])
-        supervised = select(build_supervision_mask(mask, packed.row_index, num_steps, loss_mask))
+        supervised = select(build_supervision_mask(mask, packed.row_index, num_steps, loss_mask))  # [L, T]
         # Sorted by their last supervised step, the queries of every step are a prefix of all queries.
         num_unrolled = (supervised * torch.arange(1, num_steps + 1)[:, None]).amax(0)  # [T]
         query_tokens = torch.sort(num_unrolled, descending=True, stable=True).indices[: int((num_unrolled > 0).sum())]
@@ -239,30 +240,30 @@ def compute_loss(
     """Compute the loss of a pack over all L steps. Total losses of the packs of a batch add up to the loss of the batch."""
     if not pack.chunks:
         return packed_rows.compute_zero_loss(draft, pack, objective.num_steps)
-    states = _unroll_states(draft, pack, embedding, objective.num_steps, compiled=not objective.small_packs)
-    decay = objective.decay ** torch.arange(objective.num_steps, device=head.device)
-    if counts is None:
-        counts = torch.tensor(pack.supervised_per_step, device=head.device)
-    weights = decay / counts.clamp(min=1)
+    is_compiled = not objective.small_packs
+    states = unroll_states(draft, pack, pack.features, embedding, objective.num_steps, is_compiled)
+    weights = objective.weigh_steps(pack.count_supervised() if counts is None else counts)
     output_head = chunked_loss.OutputHead(draft.normalise_output, draft.lm_head.weight, draft.d2t, draft.t2d)
-    inputs = output_head, states, pack, head, weights, objective.loss, objective.logits_scale, objective.reach_floor
-    return LossOutput(*chunked_loss.compute_chunked_loss(*inputs))
+    return chunked_loss.compute_chunked_loss(output_head, states, pack, head, weights, objective)
 
 
-def _unroll_states(
-    draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, num_steps: int, compiled: bool
+def unroll_states(
+    draft: Eagle3Draft, pack: TrainingPack, features: Tensor, embedding: Tensor, num_steps: int, compiled: bool = False
 ) -> list[Tensor]:
-    """Return the states of each step, [P_k, H], on the row's own tokens; with `compiled` on a GPU by compiled functions."""
+    """Return the states of each step, [P_k, H], on the row's own tokens; with `compiled` on a GPU by compiled functions.
+
+    `features` are what the draft reads of the T tokens: for EAGLE-3 the pack's, for EAGLE the last hidden states.
+    """
     compute_keys_values, compute_queries, compute_queries_keys_values, finish_layer = (
         function if compiled else inspect.unwrap(function) for function in LAYER_FUNCTIONS
     )
     dtype = draft.fc.weight.dtype
-    features = draft.fuse_features(pack.features.to(dtype))  # [T, H]
+    fused = draft.fuse_features(features.to(dtype))  # [T, H]
     rope_positions = draft.get_rope_positions(pack.position, pack.rope_positions)
     embed = partial(embed_tokens, pack, nn.functional.pad(pack.ids, (0, num_steps + 1)), embedding)
-    keys, values = compute_keys_values(draft, embed(slice(1, len(pack.ids) + 1)), features, rope_positions)
+    keys, values = compute_keys_values(draft, embed(slice(1, len(pack.ids) + 1)), fused, rope_positions)
     attention = attention_mask.build_pack_attention(pack, keys, values, draft.config.sliding_window)
-    hidden = features.index_select(0, pack.query_tokens)  # [P, H]
+    hidden = fused.index_select(0, pack.query_tokens)  # [P, H]
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     states: list[Tensor] = []
@@ -275,12 +276,12 @@ def _unroll_states(
         embeds, positions = embed(tokens + 1 + k), rope_positions[tokens] + k
         key = value = None
         if k == 0:
-            query = compute_queries(draft, embeds, hidden, positions)
+            residual, query = compute_queries(draft, embeds, hidden, positions)
         else:
-            query, key, value = compute_queries_keys_values(draft, embeds, hidden, positions)
+            residual, query, key, value = compute_queries_keys_values(draft, embeds, hidden, positions)
             own_keys, own_values = [*own_keys, key], [*own_values, value]
         attended = attention.attend(query, own_keys, own_values)  # [Q, A, E]
-        return finish_layer(draft, hidden, attended.to(dtype)), key, value
+        return finish_layer(draft, residual, attended.to(dtype)), key, value
 
     run = (
         partial(checkpoint, run_step, use_reentrant=False, preserve_rng_state=False) if pack.is_oversized else run_step
@@ -321,16 +322,20 @@ def _compute_keys_values(
 
 
 @compile_on_cuda
-def _compute_queries(draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-    return draft.compute_queries(draft.build_layer_input(embeds, hidden), draft.compute_rope(positions))
+def _compute_queries(draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the residual of the attention too."""
+    layer_input = draft.build_layer_input(embeds, hidden)
+    residual = draft.select_residual(hidden, layer_input)
+    return residual, draft.compute_queries(layer_input, draft.compute_rope(positions))
 
 
 @compile_on_cuda
 def _compute_queries_keys_values(
     draft: Eagle3Draft, embeds: Tensor, hidden: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer_input, rope = draft.build_layer_input(embeds, hidden), draft.compute_rope(positions)
-    return draft.compute_queries(layer_input, rope), *draft.compute_keys_values(layer_input, rope)
+    residual = draft.select_residual(hidden, layer_input)
+    return residual, draft.compute_queries(layer_input, rope), *draft.compute_keys_values(layer_input, rope)
 
 
 _finish_layer = compile_on_cuda(Eagle3Draft.finish_layer)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.draft.eagle3 import DraftConfig
+from stages.draft import checkpoint
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.target.manifest import TargetManifest
 
@@ -44,8 +45,10 @@ def export(
     sizes = DraftConfig(**SHAPE, rope=rope or ROPE, **(options or {}))
     config = eagle3_checkpoint.build_eagle3_config(sizes, layers or [2, 18, 33], LAYERS, [7])
     generator = torch.Generator().manual_seed(0)
-    tensors = {n: torch.randn(s, generator=generator) for n, s in eagle3_checkpoint.list_tensor_shapes(sizes).items()}
+    tensors = {
+        n: torch.randn(s, generator=generator) for n, s in checkpoint.list_shapes(lambda: Eagle3Draft(sizes)).items()
+    }
     tensors["d2t"] = torch.tensor([token - index for index, token in enumerate(CHOSEN)])
     tensors["t2d"] = torch.tensor([token in CHOSEN for token in range(V)])
-    eagle3_checkpoint.write_eagle3_draft(folder, config, tensors)
+    eagle3_checkpoint.ROOT_FILES.write(folder, config, tensors)
     return tensors

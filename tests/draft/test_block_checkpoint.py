@@ -8,12 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages.draft.checkpoint import read_draft, write_draft
 from stages.families.block.config import BlockDraftConfig, build_block_config, parse_block_config
-from stages.families.block.files import find_block_draft_problem
+from stages.families.block.files import Files
 from stages.families.block.model import BlockDraft
-from stages.params.families import EAGLE3, FAMILIES, find_family
+from stages.params.families import BLOCKS, EAGLE3, FAMILIES, find_family
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
+
+FILES = Files(BLOCKS["dflash"])
 
 every_method = pytest.mark.parametrize("method", METHOD_OPTIONS)
 PUBLISHED = """
@@ -64,10 +65,10 @@ def make(method: str) -> tuple[BlockDraft, dict[str, Any], dict[str, torch.Tenso
 @every_method
 def test_a_draft_is_read_as_written(method: str, tmp_path: Path) -> None:
     draft, config, tensors = make(method)
-    write_draft(tmp_path, config, tensors, find_block_draft_problem)
+    FILES.write(tmp_path, config, tensors)
     shapes = {name: tuple(t.shape) for name, t in load_file(tmp_path / "draft" / "model.safetensors").items()}
     assert shapes == list_engine_shapes(draft.config)
-    found_config, found = read_draft(tmp_path, "train_draft", "block draft", find_block_draft_problem)
+    found_config, found = FILES.read_checked(tmp_path, "train_draft")
     loaded = BlockDraft(parse_block_config(found_config))
     loaded.load_state_dict(found)
     assert loaded.config == draft.config
@@ -78,13 +79,13 @@ def test_a_draft_is_read_as_written(method: str, tmp_path: Path) -> None:
 def test_each_missing_unknown_or_misshapen_tensor_is_named(method: str, tmp_path: Path) -> None:
     _, config, tensors = make(method)
     for name, tensor in tensors.items():
-        assert repr(name) in find_block_draft_problem(config, {k: v for k, v in tensors.items() if k != name})
-        assert f"{name} is" in find_block_draft_problem(config, tensors | {name: tensor[..., :0]})
-    assert "unknown ['logit_head.w']" in find_block_draft_problem(config, tensors | {"logit_head.w": torch.ones(1)})
+        assert repr(name) in FILES.find_problem(config, {k: v for k, v in tensors.items() if k != name})
+        assert f"{name} is" in FILES.find_problem(config, tensors | {name: tensor[..., :0]})
+    assert "unknown ['logit_head.w']" in FILES.find_problem(config, tensors | {"logit_head.w": torch.ones(1)})
     nonfinite = tensors["fc.weight"].clone()
     nonfinite[0, 0] = torch.nan
     with pytest.raises(AssertionError, match=r"fc\.weight holds 1 NaN"):
-        write_draft(tmp_path, config, tensors | {"fc.weight": nonfinite}, find_block_draft_problem)
+        FILES.write(tmp_path, config, tensors | {"fc.weight": nonfinite})
 
 
 @pytest.mark.parametrize(
@@ -104,12 +105,12 @@ def test_a_config_of_another_model_is_refused(
     method: str, change: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     _, config, tensors = make(method)
-    assert not find_block_draft_problem(config, tensors)
-    assert problem in find_block_draft_problem(config | change, tensors)
-    write_draft(tmp_path, config, tensors, find_block_draft_problem)
+    assert not FILES.find_problem(config, tensors)
+    assert problem in FILES.find_problem(config | change, tensors)
+    FILES.write(tmp_path, config, tensors)
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ValueError, match="is no block draft"):
-        read_draft(tmp_path, "train_draft", "block draft", find_block_draft_problem)
+    with pytest.raises(ValueError, match="is no DFlash draft"):
+        FILES.read_checked(tmp_path, "train_draft")
 
 
 def test_a_family_is_found_by_any_architecture_of_a_config_or_by_its_method() -> None:

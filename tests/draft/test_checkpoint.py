@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stages.draft import checkpoint
-from stages.draft.eagle3 import DraftConfig
+from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.runtime import atomic
 
@@ -58,8 +58,8 @@ def write_unchecked(folder: Path, config: dict[str, Any], tensors: dict[str, Ten
 def test_a_written_draft_is_read_unchanged(tmp_path: Path) -> None:
     tensors = draft()
     tensors["fc.weight"] = tensors["fc.weight"].T.contiguous().T  # as a transposed warm start is: not contiguous
-    eagle3_checkpoint.write_eagle3_draft(tmp_path / "e003", CONFIG, tensors)
-    config, found = eagle3_checkpoint.read_eagle3_draft(tmp_path / "e003", "train_draft@e003")
+    eagle3_checkpoint.ROOT_FILES.write(tmp_path / "e003", CONFIG, tensors)
+    config, found = eagle3_checkpoint.ROOT_FILES.read_checked(tmp_path / "e003", "train_draft@e003")
     assert config == CONFIG and set(found) == set(tensors)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
@@ -70,15 +70,15 @@ def test_a_draft_of_the_whole_vocabulary_has_no_maps_in_its_file(tmp_path: Path)
     config = eagle3_checkpoint.build_eagle3_config(replace(SIZES, draft_vocab_size=V), [2, 18, 33], LAYERS, [7])
     tensors = draft() | {"lm_head.weight": torch.randn(V, 8), "d2t": torch.zeros(V, dtype=torch.int64)}
     tensors["t2d"] = torch.ones(V, dtype=torch.bool)
-    eagle3_checkpoint.write_eagle3_draft(tmp_path / "e003", config, tensors)
+    eagle3_checkpoint.ROOT_FILES.write(tmp_path / "e003", config, tensors)
     assert not {"d2t", "t2d"} & load_file(tmp_path / "e003/draft/model.safetensors").keys()
-    found = eagle3_checkpoint.read_eagle3_draft(tmp_path / "e003", "train_draft@e003")[1]
+    found = eagle3_checkpoint.ROOT_FILES.read_checked(tmp_path / "e003", "train_draft@e003")[1]
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 def test_the_file_holds_the_names_and_shapes_engines_ask_for(tmp_path: Path) -> None:
     """SGLang skips an unknown name and leaves what is missing random, without a word."""
-    eagle3_checkpoint.write_eagle3_draft(tmp_path, CONFIG, draft())
+    eagle3_checkpoint.ROOT_FILES.write(tmp_path, CONFIG, draft())
     assert sorted(p.name for p in (tmp_path / "draft").iterdir()) == ["config.json", "model.safetensors"]
     with safe_open(tmp_path / "draft" / "model.safetensors", framework="pt") as file:
         assert {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} == EXPECTED  # noqa: SIM118
@@ -109,7 +109,7 @@ def test_an_option_adds_the_tensors_and_the_keys_that_engines_ask_for(
     options: dict[str, Any], added: dict[str, tuple[int, ...]], keys: dict[str, Any]
 ) -> None:
     sizes = replace(SIZES, **options)
-    assert eagle3_checkpoint.list_tensor_shapes(sizes) == EXPECTED | added
+    assert checkpoint.list_shapes(lambda: Eagle3Draft(sizes)) == EXPECTED | added
     config = eagle3_checkpoint.build_eagle3_config(sizes, [2, 18, 33], LAYERS, [7])
     assert config == CONFIG | keys
 
@@ -141,13 +141,13 @@ def test_what_would_mislead_an_engine_is_neither_written_nor_read(tmp_path: Path
     tensors = draft()
     spoil(tensors)
     with pytest.raises(AssertionError, match=message):
-        eagle3_checkpoint.write_eagle3_draft(tmp_path, CONFIG, tensors)
+        eagle3_checkpoint.ROOT_FILES.write(tmp_path, CONFIG, tensors)
     assert list(tmp_path.iterdir()) == []
     write_unchecked(tmp_path / "e003", CONFIG, tensors)
     with pytest.raises(
         ValueError, match=f"e003/draft is no EAGLE-3 draft: .*{message}.*; run: dvc repro -f -s train_draft@e003"
     ):
-        eagle3_checkpoint.read_eagle3_draft(tmp_path / "e003", "train_draft@e003")
+        eagle3_checkpoint.ROOT_FILES.read_checked(tmp_path / "e003", "train_draft@e003")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_weights_that_are_not_finite_are_neither_written_nor_read(
     with pytest.raises(
         AssertionError, match=r"fc\.weight holds 3 NaN or infinite values of 192, expected finite weights"
     ):
-        eagle3_checkpoint.write_eagle3_draft(tmp_path / "e003", CONFIG, tensors)
+        eagle3_checkpoint.ROOT_FILES.write(tmp_path / "e003", CONFIG, tensors)
     tensors["norm.weight"][0] = value
     write_unchecked(tmp_path / "e003", CONFIG, tensors)
     expected = (
@@ -170,7 +170,7 @@ def test_weights_that_are_not_finite_are_neither_written_nor_read(
         "expected finite weights; run: dvc repro -f -s train_draft@e003"
     )
     with pytest.raises(ValueError, match=expected):
-        eagle3_checkpoint.read_eagle3_draft(tmp_path / "e003", "train_draft@e003")
+        eagle3_checkpoint.ROOT_FILES.read_checked(tmp_path / "e003", "train_draft@e003")
 
 
 def test_a_large_state_is_in_shards_that_are_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from stages.draft.published_files import PublishedDraft
 from stages.families.block import files as published
 from stages.families.block.config import Sight, parse_block_config
 from stages.families.block.model import BlockContext, BlockDraft
+from stages.params.families import BLOCKS
 from stages.target.manifest import TargetManifest
 from tests.draft import published_blocks
 from tests.draft.published_blocks import FORMS, Config, Form, Tensors, publish
@@ -55,7 +56,7 @@ def original(method: str, seed: int = 3, **options: Any) -> tuple[BlockDraft, Te
 
 def read(folder: Path, tables: tuple[Tensor, Tensor], **options: Any) -> PublishedDraft:
     target, tokenizer = options.pop("target", TARGET), options.pop("tokenizer", Tokens())
-    return published.read_published_block_draft(folder, target, tokenizer, lambda: tables, **options)
+    return published.Files(BLOCKS["dflash"]).read_published_folder(folder, target, tokenizer, lambda: tables, **options)
 
 
 def hidden_states() -> list[Tensor]:

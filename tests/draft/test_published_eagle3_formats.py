@@ -15,6 +15,7 @@ from stages.draft import published_files
 from stages.draft.eagle3 import DraftConfig
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.families.eagle3 import files as eagle3_files
+from stages.params.families import EAGLE3
 from tests.draft.eagle3_exports import CHOSEN, EMBEDDING, HEAD, LLAMA3, ROPE, TARGET, H, every_option, export
 
 Spelling = Callable[[dict[str, Any], dict[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
@@ -89,7 +90,7 @@ def publish(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], sh
 
 
 def read(folder: Path, **options: Any) -> published_files.PublishedDraft:
-    return eagle3_files.read_published_draft(
+    return eagle3_files.Files(EAGLE3).read_published_folder(
         folder, options.pop("target", TARGET), lambda: (EMBEDDING, HEAD), **options
     )
 

@@ -11,9 +11,10 @@ from stages.cells import timing_grid
 from stages.cells.table import TableLine
 from stages.draft import checkpoint
 from stages.families.block.config import build_block_config
-from stages.families.block.files import find_block_draft_problem
+from stages.families.block.files import Files
 from stages.families.block.model import BlockDraft
 from stages.params import schema
+from stages.params.families import BLOCKS
 from stages.target import manifest
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import METHOD_OPTIONS, SEGMENT_KEYS, random_block_draft
@@ -33,9 +34,7 @@ def write_draft(method: str, **options: Any) -> BlockDraft:
     sizes |= {"mask_token_id": 3, "feature_layers": (1, 2, 3), "max_position_embeddings": 4096}
     draft = random_block_draft(2, **(METHOD_OPTIONS[method] | sizes | options))[0].float()
     config = build_block_config(draft.config, made.num_layers)
-    checkpoint.write_draft(
-        checkpoint.locate_checkpoint("block"), config, dict(draft.state_dict()), find_block_draft_problem
-    )
+    Files(BLOCKS["dflash"]).write(checkpoint.locate_checkpoint("block"), config, dict(draft.state_dict()))
     return draft
 
 

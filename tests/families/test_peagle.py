@@ -17,7 +17,6 @@ from stages.engine.decode import Engine
 from stages.engines import registry as engines
 from stages.engines.protocol import describe_draft
 from stages.families import registry
-from stages.families.eagle3.files import read_published_draft
 from stages.families.peagle import replay as peagle_replay
 from stages.families.peagle import training
 from stages.families.peagle.decoding import PEagleDrafter
@@ -245,7 +244,7 @@ def test_published_drafts_are_read_into_our_form(tmp_path: Path, publish: Any, o
     assert published_files.find_published_family(published_files.read_flat_config(tmp_path)) is PEAGLE
     files: Any = registry.get(PEAGLE).files
     target = replace(TARGET, hidden_size=16, vocab_size=23, num_layers=4, feature_layers=[1, 2, 3])
-    found = read_published_draft(tmp_path, target, lambda: (embedding, embedding), files=files)
+    found = files.read_published_folder(tmp_path, target, lambda: (embedding, embedding))
     assert find_family(found.config) is PEAGLE and not found.notes
     read = files.build_module(found.config, torch.empty(0), 1.0)
     read.load_state_dict(found.tensors)
@@ -272,4 +271,4 @@ def test_a_published_draft_without_one_mask_token_or_a_layer_is_refused(tmp_path
         config = build_peagle_config(draft.config, [1, 2, 3], 4, [7]) | changed
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=message):
-            read_published_draft(tmp_path, target, lambda: (embedding, embedding), files=files)
+            files.read_published_folder(tmp_path, target, lambda: (embedding, embedding))

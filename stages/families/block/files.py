@@ -13,13 +13,14 @@ z-lab/dflash, deepseek-ai/DeepSpec, SpecForge and speculators 0.9.0, and the loa
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stages.draft import checkpoint, published_files, rotary
+from stages.draft import published_files
 from stages.draft.published_files import BLOCK_SECTIONS, PublishedDraft, ReadEmbeddingAndHead
 from stages.families.block import mask_token
 from stages.families.block.config import (
@@ -63,25 +64,8 @@ REQUIRED_SIZES = (
 DEFAULT_SIZES = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 
 
-def list_block_tensor_shapes(c: BlockDraftConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a block draft, by name; embedding and head are the target's and not written."""
-    return checkpoint.list_shapes(lambda: BlockDraft(c))
-
-
-def find_block_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Describe wrong keys, names or shapes of a block draft, or return an empty string."""
-    try:
-        parsed = parse_block_config(config)
-        rotary.check_rope(parsed.rope, parsed.head_dim)
-        return checkpoint.find_shape_problem(tensors, list_block_tensor_shapes(parsed))
-    except (ValueError, RuntimeError) as error:  # of sizes whose product is beyond any memory
-        return str(error)
-
-
 class Files(DraftFiles):
-    """Block drafts of any method."""
-
-    find_problem = staticmethod(find_block_draft_problem)
+    """Block drafts of any method; embedding and head are the target's and not written."""
 
     def build_module(self, config: dict[str, Any], head: Tensor, logits_scale: float) -> nn.Module:
         return BlockDraft(parse_block_config(config))
@@ -97,80 +81,83 @@ class Files(DraftFiles):
         self, folder: Path, item: ImportedCheckpoint, params: schema.Params, target: TargetManifest
     ) -> PublishedDraft:
         """Compare the draft's mask token with the target's tokenizer, too."""
-        tokenizer = mask_token.load_tokenizer(params, target)
-        return read_published_block_draft(
-            folder, target, tokenizer, lambda: manifest.read_embedding_and_head(target), item.rope_theta
+        read_tables = partial(manifest.read_embedding_and_head, target)
+        return self.read_published_folder(
+            folder, target, mask_token.load_tokenizer(params, target), read_tables, item.rope_theta
         )
 
+    def read_published_folder(
+        self,
+        folder: Path,
+        target: TargetManifest,
+        tokenizer: Any,
+        read_tables: ReadEmbeddingAndHead,
+        rope_theta: float | None = None,
+    ) -> PublishedDraft:
+        """Read the draft in `folder` for `target`, whose tokenizer is `tokenizer`.
 
-def read_published_block_draft(
-    folder: Path,
-    target: TargetManifest,
-    tokenizer: Any,
-    read_embedding_and_head: ReadEmbeddingAndHead,
-    rope_theta: float | None = None,
-) -> PublishedDraft:
-    """Read the draft in `folder` for `target`, whose tokenizer is `tokenizer`.
-
-    `rope_theta` overrides the value of its config. Raises ValueError for sizes, feature layers or a mask token that do not fit
-    the target, for another model than model.py runs, and for missing or corrupt files.
-    """
-    if (folder / published_files.MASK_EMBEDDING_FILE).exists():
-        raise ValueError(
-            f"{folder} has {published_files.MASK_EMBEDDING_FILE}, a pickle with an embedding of its own for the mask token; "
-            "expected a draft whose mask token is a row of the target's: choose another draft"
+        `rope_theta` overrides the value of its config. Raises ValueError for sizes, feature layers or a mask token that do not
+        fit the target, for another model than model.py runs, and for missing or corrupt files.
+        """
+        if (folder / published_files.MASK_EMBEDDING_FILE).exists():
+            raise ValueError(
+                f"{folder} has {published_files.MASK_EMBEDDING_FILE}, a pickle with an embedding of its own for the mask token; "
+                "expected a draft whose mask token is a row of the target's: choose another draft"
+            )
+        raw = published_files.read_flat_config(folder)
+        keys = _BlockKeys(folder, raw)
+        notes: list[str] = []
+        method = _read_method(keys, notes)
+        _check_values(keys)
+        published_files.check_sizes(folder, raw, REQUIRED_SIZES, target)
+        if raw.get("draft_vocab_size") not in (None, raw["vocab_size"]):
+            raise ValueError(
+                f"{folder}/config.json: draft_vocab_size is {raw['draft_vocab_size']}, expected the target's "
+                f"{raw['vocab_size']}: a block draft shares the target's head; choose one of the whole vocabulary"
+            )
+        with published_files.name_config(folder):
+            rope = published_files.unify_rope_parameters(raw) | (
+                {} if rope_theta is None else {"rope_theta": rope_theta}
+            )
+        mask, block_size = (keys.require_count(key) for key in ("mask_token_id", "block_size"))
+        layers, sights = _read_feature_layers(keys, target), _read_sights(keys, notes)
+        with published_files.name_config(folder):
+            notes += filter(None, [mask_token.check_published_mask_token(mask, tokenizer, target)])
+        tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
+        published_files.drop_copies(tensors, published_files.TABLES, read_tables, notes)
+        if "t2d" in tensors and bool((tensors["t2d"] != 0).all()):  # maps of the whole vocabulary
+            del tensors["t2d"]
+        if "d2t" in tensors and not bool(tensors["d2t"].any()):
+            del tensors["d2t"]
+        own_sizes = {key: keys.require_count(key) for key in BLOCKS[method].own_sizes}
+        if "markov_rank" in own_sizes:
+            own_sizes["markov_rank"] = _unify_markov_head(keys, own_sizes["markov_rank"], tensors, notes)
+        trains_confidence = bool(BLOCKS[method].loss.confidence)
+        has_confidence = bool(keys.get("enable_confidence_head", trains_confidence and CONFIDENCE_TENSOR in tensors))
+        defaulted = {key: raw.get(key) or value for key, value in DEFAULT_SIZES.items()}
+        sizes = {key: raw[key] for key in REQUIRED_SIZES} | defaulted
+        published_files.note_few_positions(sizes["max_position_embeddings"], target, notes)
+        parsed = BlockDraftConfig(
+            **sizes,
+            rope=rope,
+            method=method,
+            block_size=block_size,
+            mask_token_id=mask,
+            feature_layers=tuple(layers),
+            confidence_head=has_confidence,
+            confidence_head_with_markov=bool(keys.get("confidence_head_with_markov", True)),
+            sights=sights,
+            **own_sizes,
         )
-    raw = published_files.read_flat_config(folder)
-    keys = _BlockKeys(folder, raw)
-    notes: list[str] = []
-    method = _read_method(keys, notes)
-    _check_values(keys)
-    published_files.check_sizes(folder, raw, REQUIRED_SIZES, target)
-    if raw.get("draft_vocab_size") not in (None, raw["vocab_size"]):
-        raise ValueError(
-            f"{folder}/config.json: draft_vocab_size is {raw['draft_vocab_size']}, expected the target's {raw['vocab_size']}: "
-            "a block draft shares the target's head; choose one of the whole vocabulary"
-        )
-    with published_files.name_config(folder):
-        rope = published_files.unify_rope_parameters(raw) | ({} if rope_theta is None else {"rope_theta": rope_theta})
-    mask, block_size = (keys.require_count(key) for key in ("mask_token_id", "block_size"))
-    layers, sights = _read_feature_layers(keys, target), _read_sights(keys, notes)
-    with published_files.name_config(folder):
-        notes += filter(None, [mask_token.check_published_mask_token(mask, tokenizer, target)])
-    tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
-    published_files.drop_copies(tensors, published_files.TABLES, read_embedding_and_head, notes)
-    if "t2d" in tensors and bool((tensors["t2d"] != 0).all()):  # maps of the whole vocabulary
-        del tensors["t2d"]
-    if "d2t" in tensors and not bool(tensors["d2t"].any()):
-        del tensors["d2t"]
-    own_sizes = {key: keys.require_count(key) for key in BLOCKS[method].own_sizes}
-    if "markov_rank" in own_sizes:
-        own_sizes["markov_rank"] = _unify_markov_head(keys, own_sizes["markov_rank"], tensors, notes)
-    trains_confidence = bool(BLOCKS[method].loss.confidence)
-    has_confidence = bool(keys.get("enable_confidence_head", trains_confidence and CONFIDENCE_TENSOR in tensors))
-    defaulted = {key: raw.get(key) or value for key, value in DEFAULT_SIZES.items()}
-    sizes = {key: raw[key] for key in REQUIRED_SIZES} | defaulted
-    published_files.note_few_positions(sizes["max_position_embeddings"], target, notes)
-    parsed = BlockDraftConfig(
-        **sizes,
-        rope=rope,
-        method=method,
-        block_size=block_size,
-        mask_token_id=mask,
-        feature_layers=tuple(layers),
-        confidence_head=has_confidence,
-        confidence_head_with_markov=bool(keys.get("confidence_head_with_markov", True)),
-        sights=sights,
-        **own_sizes,
-    )
-    dtype = published_files.unify_dtype(folder, tensors)
-    with published_files.name_config(folder):
-        config = build_block_config(parsed, target.num_layers, dtype)
-    if problem := find_block_draft_problem(config, tensors):
-        raise ValueError(
-            f"{folder}, by config.json, is no {method} draft that we can run: {problem}; get the draft again, or choose another"
-        )
-    return PublishedDraft(config, tensors, {"method": method, "block_size": block_size}, notes)
+        dtype = published_files.unify_dtype(folder, tensors)
+        with published_files.name_config(folder):
+            config = build_block_config(parsed, target.num_layers, dtype)
+        if problem := self.find_problem(config, tensors):
+            raise ValueError(
+                f"{folder}, by config.json, is no {method} draft that we can run: {problem}; get the draft again, or choose "
+                "another"
+            )
+        return PublishedDraft(config, tensors, {"method": method, "block_size": block_size}, notes)
 
 
 # config.json

@@ -11,20 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stages.draft import rotary
-from stages.draft.checkpoint import (
-    FindProblem,
-    find_shape_problem,
-    list_shapes,
-    locate_checkpoint,
-    read_draft,
-    write_draft,
-)
+from stages.draft import checkpoint
 from stages.draft.config_types import check_types
 from stages.draft.eagle3 import SIZE_KEYS, DraftConfig, Eagle3Draft
 from stages.draft.published_files import unify_rope_parameters
+from stages.families.draft_files import DraftFiles
+from stages.params.families import EAGLE3
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import guarded_files
 from stages.target.feature_layers import (
@@ -33,6 +27,7 @@ from stages.target.feature_layers import (
     to_after_layer_ids,
     to_entering_ids,
 )
+from stages.target.manifest import TargetManifest
 
 VOCABULARY_MAPS = ("d2t", "t2d")  # offsets of a draft's ids to the target's, and which of the target's it has
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"  # of SGLang within eagle_config, of vLLM outside
@@ -48,11 +43,6 @@ IGNORED_KEYS = {  # without effect on a draft
     "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id",
     "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-
-
-def list_tensor_shapes(c: DraftConfig, draft_type: type[Eagle3Draft] = Eagle3Draft) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a draft, by name."""
-    return list_shapes(lambda: draft_type(c))
 
 
 def build_eagle3_config(
@@ -128,56 +118,51 @@ def read_feature_layers(config: dict[str, Any], num_layers: int) -> list[int]:
     return next(iter(list_feature_layers(config, num_layers).values()))
 
 
-def write_eagle3_draft(
-    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], find_problem: FindProblem | None = None
-) -> None:
-    """Write `folder`/draft atomically. Raises AssertionError for names, shapes, maps or weights that an engine would misread.
+class Eagle3Files(DraftFiles):
+    """The files of a checkpoint's draft, of EAGLE-3 or a family with its layer.
 
-    The maps of a draft over the whole vocabulary are left out: vLLM (0.32, llama_eagle3.py) then knows no parameter of that
-    name and does not start; SGLang takes ids as they are.
+    The vocabulary maps of a draft over the whole vocabulary are left out: vLLM (0.32, llama_eagle3.py) then knows no parameter of
+    that name and does not start; SGLang takes ids as they are.
     """
-    left_out = VOCABULARY_MAPS if config["draft_vocab_size"] == config["vocab_size"] else ()
-    write_draft(folder, config, tensors, find_problem or find_draft_problem, left_out)
+
+    config_type: type[DraftConfig] = DraftConfig
+    draft_type: Callable[[Any], Eagle3Draft] = Eagle3Draft
+
+    def find_problem(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+        return super().find_problem(config, tensors) or _find_map_problem(tensors["d2t"], tensors["t2d"])
+
+    def read_checked(self, folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        title = f"{self.facts.title} draft"
+        return checkpoint.read_draft(folder, made_by, title, self.find_problem, _add_whole_vocabulary)
+
+    def write(self, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        left_out = VOCABULARY_MAPS if config["draft_vocab_size"] == config["vocab_size"] else ()
+        checkpoint.write_draft(folder, config, tensors, self.find_problem, left_out)
+
+    def build_module(self, config: dict[str, Any], head: Tensor, logits_scale: float) -> nn.Module:
+        return self.draft_type(self.config_type.from_json(config))
+
+    def list_feature_layers(self, config: dict[str, Any], target: TargetManifest) -> list[int]:
+        return read_feature_layers(config, target.num_layers)
 
 
-def read_eagle3_draft(
-    folder: Path, made_by: str, title: str = "EAGLE-3", find_problem: FindProblem | None = None
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config.json and the tensors of `folder`/draft.
-
-    Raises ValueError that names missing, unknown or misshapen tensors.
-    """
-    return read_draft(folder, made_by, f"{title} draft", find_problem or find_draft_problem, _add_whole_vocabulary)
+ROOT_FILES = Eagle3Files(EAGLE3)
 
 
 def read_root_draft() -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config.json and the tensors of e000, from which all drafts take sizes. Raises as `read_eagle3_draft`."""
-    return read_eagle3_draft(locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}")
+    """Return config.json and the tensors of e000, from which all drafts take sizes. Raises as `DraftFiles.read_checked`."""
+    return ROOT_FILES.read_checked(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}")
 
 
 def _add_whole_vocabulary(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Add the maps that `write_eagle3_draft` leaves out."""
+    """Add the maps that `Eagle3Files.write` leaves out."""
     size = len(tensors.get("lm_head.weight", ()))
     if size == config.get("vocab_size") and "d2t" not in tensors:
         tensors |= {"d2t": torch.zeros(size, dtype=torch.int64), "t2d": torch.ones(size, dtype=torch.bool)}
 
 
-def find_draft_problem(
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
-    config_type: type[DraftConfig] = DraftConfig,
-    draft_type: Callable[[Any], Eagle3Draft] = Eagle3Draft,
-) -> str:
-    """Describe wrong names, shapes or vocabulary maps of a draft of these types, or return an empty string."""
-    try:
-        parsed = config_type.from_json(config)
-        rotary.check_rope(parsed.rope, parsed.head_dim)
-        expected = list_shapes(lambda: draft_type(parsed))
-    except (ValueError, RuntimeError) as error:  # of sizes whose product is beyond any memory
-        return str(error)
-    if problem := find_shape_problem(tensors, expected):
-        return problem
-    d2t, t2d = tensors["d2t"], tensors["t2d"]
+def _find_map_problem(d2t: Tensor, t2d: Tensor) -> str:
+    """Describe wrong vocabulary maps, or return an empty string."""
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         return f"d2t is {d2t.dtype} and t2d {t2d.dtype}, expected int64 offsets and bool"
     if not torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(len(d2t), device=d2t.device)):

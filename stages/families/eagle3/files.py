@@ -8,22 +8,21 @@ A draft that would run differently here than on an engine is refused. A value th
 Sources: llama_eagle3.py of SGLang 0.5.17 and of vLLM, and the eagle3 model of speculators.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stages.draft import published_files
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.draft.eagle3 import DraftConfig
 from stages.draft.published_files import PublishedDraft, ReadEmbeddingAndHead
-from stages.families.draft_files import DraftFiles
 from stages.families.eagle3 import checkpoint as eagle3_checkpoint
 from stages.params import schema
 from stages.params.draft_sections import ImportedCheckpoint
-from stages.params.families import EAGLE3
 from stages.target import manifest
 from stages.target.feature_layers import NUM_EAGLE3_FEATURES, locate_feature_layers
 from stages.target.manifest import TargetManifest
@@ -49,35 +48,17 @@ HEAD_KEY = "lm_head_rows"  # "target": lm_head.weight is left out of the file, a
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
-class Files(DraftFiles):
+class Files(eagle3_checkpoint.Eagle3Files):
     """EAGLE-3 drafts; e000, from which every family starts, is one (init_draft)."""
 
     published_defaults: Mapping[str, Any] = {"norm_before_residual": True}
     required_values: Mapping[str, Any] = REQUIRED_VALUES
-    config_type: type[DraftConfig] = DraftConfig
-    draft_type: Callable[[Any], Eagle3Draft] = Eagle3Draft
-
-    def find_problem(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-        return eagle3_checkpoint.find_draft_problem(config, tensors, self.config_type, self.draft_type)
-
-    def read_checked(self, folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        return eagle3_checkpoint.read_eagle3_draft(folder, made_by, self.facts.title, self.find_problem)
-
-    def write(self, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        eagle3_checkpoint.write_eagle3_draft(folder, config, tensors, self.find_problem)
-
-    def build_module(self, config: dict[str, Any], head: Tensor, logits_scale: float) -> nn.Module:
-        return self.draft_type(self.config_type.from_json(config))
-
-    def list_feature_layers(self, config: dict[str, Any], target: TargetManifest) -> list[int]:
-        return eagle3_checkpoint.read_feature_layers(config, target.num_layers)
 
     def read_published(
         self, folder: Path, item: ImportedCheckpoint, params: schema.Params, target: TargetManifest
     ) -> PublishedDraft:
-        return read_published_draft(
-            folder, target, lambda: manifest.read_embedding_and_head(target), item.model, item.rope_theta, self
-        )
+        read_tables = partial(manifest.read_embedding_and_head, target)
+        return self.read_published_folder(folder, target, read_tables, item.model, item.rope_theta)
 
     def read_more(
         self, raw: dict[str, Any], tensors: dict[str, Tensor], read_tables: ReadEmbeddingAndHead, notes: list[str]
@@ -85,64 +66,63 @@ class Files(DraftFiles):
         """Return keys of a published config.json beyond EAGLE-3's; may change the tensors, and add notes."""
         return {}
 
+    def read_published_folder(
+        self,
+        folder: Path,
+        target: TargetManifest,
+        read_tables: ReadEmbeddingAndHead,
+        name: str = "",
+        rope_theta: float | None = None,
+    ) -> PublishedDraft:
+        """Read the draft in `folder` for `target`; `name` is the user's name for it.
 
-def read_published_draft(
-    folder: Path,
-    target: TargetManifest,
-    read_embedding_and_head: ReadEmbeddingAndHead,
-    name: str = "",
-    rope_theta: float | None = None,
-    files: Files | None = None,  # of its family; None: EAGLE-3's
-) -> PublishedDraft:
-    """Read the draft in `folder` for `target`; `name` is the user's name for it.
-
-    `rope_theta` overrides the value of its config. Raises ValueError for sizes or feature layers that do not fit the
-    target, for an unsupported architecture, and for missing or corrupt files.
-    """
-    files = files or Files(EAGLE3)
-    raw = published_files.read_flat_config(folder, files.published_defaults)
-    if published_files.is_block_config(raw):
-        raise ValueError(
-            f"{folder}/config.json: architectures is {raw.get('architectures')}, a block draft, expected an EAGLE-3 draft, from "
-            "which training can start; name it in import_draft.checkpoints"
+        `rope_theta` overrides the value of its config. Raises ValueError for sizes or feature layers that do not fit the
+        target, for an unsupported architecture, and for missing or corrupt files.
+        """
+        raw = published_files.read_flat_config(folder, self.published_defaults)
+        if published_files.is_block_config(raw):
+            raise ValueError(
+                f"{folder}/config.json: architectures is {raw.get('architectures')}, a block draft, expected an EAGLE-3 draft, "
+                "from which training can start; name it in import_draft.checkpoints"
+            )
+        eagle = raw.get("eagle_config") or {}
+        stated = {**raw, **{f"eagle_config.{key}": value for key, value in eagle.items()}}
+        published_files.check_values(
+            folder, ((key, stated.get(key), value) for key, value in self.required_values.items())
         )
-    eagle = raw.get("eagle_config") or {}
-    stated = {**raw, **{f"eagle_config.{key}": value for key, value in eagle.items()}}
-    published_files.check_values(
-        folder, ((key, stated.get(key), value) for key, value in files.required_values.items())
-    )
-    published_files.check_sizes(folder, raw, REQUIRED_SIZES, target)
-    notes: list[str] = []
-    sizes, options = _read_sizes(raw), _read_options(raw, notes)
-    with published_files.name_config(folder):
-        rope = published_files.unify_rope_parameters(raw)
-    layers = _read_feature_layers(folder, raw, target)
-    if "angelslim" in f"{name} {folder}".lower() and rope["rope_theta"] != 10_000 and rope_theta is None:
-        notes.append(
-            f"AngelSlim trained its drafts at rope_theta 10000, not at that of config.json (here {rope['rope_theta']:g}); "
-            "with rope_theta: 10000 they were accepted 4 to 8% longer (docs/drafts.md): compare both"
-        )
-    if rope_theta is not None:
-        rope |= {"rope_theta": rope_theta}
-    draft = DraftConfig(**sizes, **options, rope=rope)
-    published_files.note_few_positions(draft.max_position_embeddings, target, notes)
-    tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
-    with published_files.name_config(folder):
-        more = files.read_more(raw, tensors, read_embedding_and_head, notes)
-    if not more.get("own_embedding"):
-        published_files.drop_copies(tensors, ["embed_tokens.weight"], read_embedding_and_head, notes)
-    _fill_head(folder, raw, draft, tensors, read_embedding_and_head, notes)
-    _fill_vocabulary_maps(folder, draft, tensors)
-    options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
-    dtype = published_files.unify_dtype(folder, tensors)
-    draft, ids = replace(draft, qk_norm=options["qk_norm"]), (layers, target.num_layers, target.eos_token_ids)
-    config = eagle3_checkpoint.build_eagle3_config(draft, *ids, dtype, [*sizes]) | more
-    if problem := files.find_problem(config, tensors):
-        raise ValueError(
-            f"{folder}, by config.json, is no {files.facts.title} draft that we run: {problem}. Expected one layer that reads "
-            "[embedding, state], a fusion of three feature layers, no biases; EAGLE-1 and -2, deeper, MLA and quantised are not"
-        )
-    return PublishedDraft(config, tensors, {k: v for k, v in options.items() if v}, notes)
+        published_files.check_sizes(folder, raw, REQUIRED_SIZES, target)
+        notes: list[str] = []
+        sizes, options = _read_sizes(raw), _read_options(raw, notes)
+        with published_files.name_config(folder):
+            rope = published_files.unify_rope_parameters(raw)
+        layers = _read_feature_layers(folder, raw, target)
+        if "angelslim" in f"{name} {folder}".lower() and rope["rope_theta"] != 10_000 and rope_theta is None:
+            notes.append(
+                f"AngelSlim trained its drafts at rope_theta 10000, not at that of config.json (here {rope['rope_theta']:g}); "
+                "with rope_theta: 10000 they were accepted 4 to 8% longer (docs/drafts.md): compare both"
+            )
+        if rope_theta is not None:
+            rope |= {"rope_theta": rope_theta}
+        draft = DraftConfig(**sizes, **options, rope=rope)
+        published_files.note_few_positions(draft.max_position_embeddings, target, notes)
+        tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
+        with published_files.name_config(folder):
+            more = self.read_more(raw, tensors, read_tables, notes)
+        if not more.get("own_embedding"):
+            published_files.drop_copies(tensors, ["embed_tokens.weight"], read_tables, notes)
+        _fill_head(folder, raw, draft, tensors, read_tables, notes)
+        _fill_vocabulary_maps(folder, draft, tensors)
+        options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
+        dtype = published_files.unify_dtype(folder, tensors)
+        draft, ids = replace(draft, qk_norm=options["qk_norm"]), (layers, target.num_layers, target.eos_token_ids)
+        config = eagle3_checkpoint.build_eagle3_config(draft, *ids, dtype, [*sizes]) | more
+        if problem := self.find_problem(config, tensors):
+            raise ValueError(
+                f"{folder}, by config.json, is no {self.facts.title} draft that we run: {problem}. Expected one layer that "
+                "reads [embedding, state], a fusion of three feature layers, no biases; EAGLE-1 and -2, deeper, MLA and "
+                "quantised are not"
+            )
+        return PublishedDraft(config, tensors, {k: v for k, v in options.items() if v}, notes)
 
 
 # config.json

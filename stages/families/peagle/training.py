@@ -64,6 +64,9 @@ class PEagleObjective(ttt.TrainingObjective):
         pack = TrainingPack.from_rows(rows, self.num_steps, self.loss_mask, pinned, select)
         return replace(pack, batch_tokens=self.batch_tokens)
 
+    def weigh_steps(self, counts: Tensor) -> Tensor:
+        return (1 / counts.sum().clamp(min=1)).expand(self.num_steps)
+
     def combine_losses(self, step_loss: Sequence[float], counts: Sequence[float]) -> float:
         return sum(x * n for x, n in zip(step_loss, counts, strict=True)) / max(1.0, sum(counts))
 
@@ -79,14 +82,10 @@ def compute_loss(
     """Compute the loss of a pack. Total losses of the packs of a batch add up to the loss of the batch."""
     if not pack.chunks:
         return packed_rows.compute_zero_loss(draft, pack, objective.num_steps)
-    if counts is None:
-        counts = torch.tensor(pack.supervised_per_step, device=head.device)
-    weights = (1 / counts.sum().clamp(min=1)).expand(objective.num_steps)
+    weights = objective.weigh_steps(pack.count_supervised() if counts is None else counts)
     output_head = chunked_loss.OutputHead(draft.normalise_output, draft.lm_head.weight, draft.d2t, draft.t2d)
-    inputs = output_head, compute_states(draft, pack, embedding), pack, head, weights
-    return LossOutput(
-        *chunked_loss.compute_chunked_loss(*inputs, objective.loss, objective.logits_scale, objective.reach_floor)
-    )
+    states = compute_states(draft, pack, embedding)
+    return chunked_loss.compute_chunked_loss(output_head, states, pack, head, weights, objective)
 
 
 def compute_states(draft: PEagleDraft, pack: TrainingPack, embedding: Tensor) -> list[Tensor]:
