@@ -29,12 +29,6 @@ PROCESS_ID = re.compile(r"\(PID (\d+)\)")  # in DVC's message on a locked file
 LARGEST = "extract_hiddens"  # the stage that fills a disk
 NOTHING_STALE = "nothing is stale"
 
-# What a command that runs no graph has left after Ctrl-C. The others have changed nothing.
-AFTER_STOP = {
-    "pull": "what has come is in the cache, `{again}` fetches the rest",
-    "fetch": "complete downloads are kept, `{again}` gets the rest",
-}
-
 WHAT_NEXT = (
     "What next (`. .venv/bin/activate` puts aerie on the PATH)",
     "  your own       aerie use own, then target.model and fix_data.raw in params.yaml: docs/guide.md, docs/data.md",
@@ -79,7 +73,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
             yield from (f"note: {line}" for line in remarks)
         yield from _describe_stale(reasons, stages)
         if reasons:
-            dvc_graph.run_all_stages(stages, verbose, dvc_graph.group_served_cells(params, may_run))
+            dvc_graph.run_all_stages(stages, verbose, params.group_served_cells(may_run))
         if not (verbose and reasons):  # the report stage has printed it
             yield from _read_results()
         if reasons:
@@ -171,7 +165,7 @@ def describe_stop(words: list[str], since: float) -> str:
     """Return a line on what the command `aerie WORDS`, which began at `since`, has left after Ctrl-C, and how to go on."""
     again = "make run" if words == ["run"] and "MAKELEVEL" in os.environ else shlex.join(["aerie", *words])
     if words[:1] not in (["run"], ["reproduce"]):
-        return f"stopped; {AFTER_STOP.get(words[0] if words else '', '`{again}` begins again')}".format(again=again)
+        return f"stopped; `{again}` goes on, or begins again"
     from stages.runtime import scratch
 
     notes = scratch.list_notes(since).items()

@@ -288,7 +288,7 @@ def write_inputs() -> None:
 def run_all_stages(stages: freshness.Upstream, verbose: bool = False, groups: Collection[list[str]] = ()) -> None:
     """Bring every stage, all of `stages`, up to date: a line for each, its output in logs/.
 
-    One DVC process runs all, but for `groups` (of `group_served_cells`): after what does not depend on them, the stages of a
+    One DVC process runs all, but for `groups` (of `Params.group_served_cells`): after what does not depend on them, the stages of a
     group run side by side, each by a DVC of its own; then what depends on them. Stages that do not depend on a failed one still
     run: one draft that cannot be trained does not hold up the others. With `verbose` all that the stages print is shown, without
     DVC's advice, and no logs are written. Raises StageError after the end of a failed stage's log was printed.
@@ -331,20 +331,6 @@ def _run_shown(stages: freshness.Upstream, words: list[str], has_bar: bool = Tru
     if status and not display.failed:
         raise StageError(f"dvc exited with {status}, see above; {RUN_AGAIN}")
     return display.failed
-
-
-def group_served_cells(params: schema.Params, stages: Iterable[str]) -> list[list[str]]:
-    """Return those of `stages` that are served cells, in groups whose servers one GPU holds; none where that is one cell.
-
-    Their servers start side by side and are measured in turn (stages/measuring/measurement_lock.py).
-    """
-    groups = list[list[str]]()
-    for engine in params.benchmark_served.engines if params.target.gpus() else []:
-        cells = [name for name in stages if re.match(rf"benchmark_served(_baseline)?@{re.escape(engine)}-", name)]
-        at_once = params.benchmark_served.count_cells_at_once(engine)
-        if at_once > 1 and len(cells) > 1:
-            groups += [cells[start : start + at_once] for start in range(0, len(cells), at_once)]
-    return groups
 
 
 def list_below(names: Container[str], stages: freshness.Upstream) -> list[str]:

@@ -60,7 +60,7 @@ def reproduce_recipe(name: str, keep: bool = False) -> Iterator[str]:
         stages = dvc_graph.list_stages()
         with processes.guard_run(held_files), processes.preload_stages():
             try:
-                dvc_graph.run_all_stages(stages, groups=dvc_graph.group_served_cells(schema.load_params(), stages))
+                dvc_graph.run_all_stages(stages, groups=schema.load_params().group_served_cells(stages))
             except processes.StageError:  # which stage failed and which were skipped is printed
                 stale = list(dvc_graph.explain_stale())
         yield from compare_recipe(name, keep)

@@ -8,7 +8,7 @@ tree_shape.py, which computes.
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -262,6 +262,19 @@ class Params(Section):
             trees, engines = (self.benchmark.trees, 1) if is_torch else (served.trees, len(served.engines))
             if len(found) == len(trees) * engines:
                 yield f"{section}.trees has {', '.join(trees)}, of which none runs with {name}; expected one ({found[0]})"
+
+    def group_served_cells(self, stages: Iterable[str]) -> list[list[str]]:
+        """Return those of `stages` that are served cells, in groups whose servers one GPU holds; none where that is one cell.
+
+        Their servers start side by side and are measured in turn (stages/measuring/measurement_lock.py).
+        """
+        groups = list[list[str]]()
+        for engine in self.benchmark_served.engines if self.target.gpus() else []:
+            cells = [name for name in stages if re.match(rf"benchmark_served(_baseline)?@{re.escape(engine)}-", name)]
+            at_once = self.benchmark_served.count_cells_at_once(engine)
+            if at_once > 1 and len(cells) > 1:
+                groups += [cells[start : start + at_once] for start in range(0, len(cells), at_once)]
+        return groups
 
     def describe_left_out_trees(self) -> Iterator[str]:
         """Yield a line for each tree that is left out and each reason, with all checkpoints that it is left out for."""

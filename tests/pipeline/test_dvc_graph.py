@@ -132,7 +132,7 @@ def test_served_cells_whose_servers_fit_on_a_gpu_are_grouped():
         target = params.target.model_copy(update={"device": device})
         section = BenchmarkServed.model_validate(params.benchmark_served.model_dump() | served)
         changed = params.model_copy(update={"target": target, "benchmark_served": section})
-        return dvc_graph.group_served_cells(changed, cells)
+        return changed.group_served_cells(cells)
 
     assert group() == of_sglang
     assert group(mem_fraction=0.5) == [cells[:2], cells[-1:]]
