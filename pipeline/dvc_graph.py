@@ -288,10 +288,10 @@ def write_inputs() -> None:
 def run_all_stages(stages: freshness.Upstream, verbose: bool = False, groups: Collection[list[str]] = ()) -> None:
     """Bring every stage, all of `stages`, up to date: a line for each, its output in logs/.
 
-    One DVC process runs all, but for `groups` (of `Params.group_served_cells`): after what does not depend on them, the stages of a
-    group run side by side, each by a DVC of its own; then what depends on them. Stages that do not depend on a failed one still
-    run: one draft that cannot be trained does not hold up the others. With `verbose` all that the stages print is shown, without
-    DVC's advice, and no logs are written. Raises StageError after the end of a failed stage's log was printed.
+    One DVC process runs all but `groups` (`Params.group_served_cells`): after what does not depend on them, the stages of a
+    group run side by side, each by a DVC of its own; then what depends on them. Stages that do not depend on a failed one
+    still run: one draft that cannot be trained does not hold up the others. With `verbose` all that the stages print is
+    shown, without DVC's advice, and no logs are written. Raises StageError after the end of a failed stage's log was printed.
     """
     if verbose:
         if status := run_command([*REPRODUCE, "--keep-going"], DvcOutput(stages, lambda *_: None, show_line)):
