@@ -21,7 +21,7 @@ from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.engine.sampling import compute_probabilities, draw_tokens
 from stages.families.block.kernels import FusedBlockExpansion
-from stages.families.block.model import BlockContext, BlockDraft
+from stages.families.block.model import BlockContext, BlockDraft, compute_logits
 from stages.families.draft_files import LoadedDraft
 from stages.params.tree_shape import TreeShape
 from stages.trees import draft_tree as trees
@@ -130,7 +130,7 @@ class BlockProposer(Proposer):
             tree = self._build_chain(draft.draft_greedily(states, roots[:, 0], head))
         else:
             candidates = self.drafter.expansion.expand(
-                states @ head.T, states, roots[:, 0], self.tree.topk, self.drafter.tree_scoring
+                compute_logits(states, head), states, roots[:, 0], self.tree.topk, self.drafter.tree_scoring
             )
             tree = trees.build_tree(candidates, self.tree.num_draft_tokens)
         return tree, cat([roots, tree.tokens], dim=1)
@@ -145,7 +145,7 @@ class BlockProposer(Proposer):
         draft, head, (num_slots, count, _) = self.drafter.draft, self.drafter.head, states.shape
         rows = slots.locate_rows(state.output_length + slots.positions[:count])  # [B, S] of the drafts' numbers
         uniforms = slots.draft_uniforms.flatten(0, 1)[rows, 0]
-        logits = states @ head.T
+        logits = compute_logits(states, head)
         if not draft.is_conditional:
             probabilities = compute_probabilities(logits, temperature)
             drawn = draw_tokens(probabilities.flatten(0, 1), uniforms.flatten())

@@ -10,7 +10,7 @@ Letters: N positions, H hidden, S num_steps, K topk, M num_draft_tokens, C candi
 import torch
 from torch import Tensor
 
-from stages.families.block.model import BlockDraft
+from stages.families.block.model import BlockDraft, compute_logits
 from stages.params.tree_shape import SGLANG_SCORING
 from stages.trees import draft_tree
 from stages.trees.draft_tree import Candidates
@@ -40,10 +40,9 @@ def expand_block(
         rows = 1 + (tokens.shape[1] if draft.is_conditional else 1)  # of logits, for each position
         size = max(1, count_logit_rows(len(head), states.device) // rows)
         parts = []
-        for state, previous in zip(states[:, slot].split(size), tokens.split(size), strict=True):
-            # A product of two matrices: of [n, 1, H] torch would read the head once for each position.
-            shortlist = draft.build_shortlist((state @ head.T)[:, None])
-            logits = draft.condition_shortlist(shortlist, state[:, None], previous)  # [n, M or 1, V]
+        for state, previous in zip(states[:, slot, None].split(size), tokens.split(size), strict=True):
+            shortlist = draft.build_shortlist(compute_logits(state, head))
+            logits = draft.condition_shortlist(shortlist, state, previous)  # [n, M or 1, V]
             best, indices = draft_tree.select_topk(scoring.score_logits(logits.float()), topk)
             shape = -1, tokens.shape[1], -1
             parts.append((best.expand(shape), shortlist.get_tokens(indices).expand(shape)))

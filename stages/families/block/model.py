@@ -331,7 +331,7 @@ class BlockDraft(RotaryModule):
 
     def compute_logits(self, states: Tensor, previous: Tensor, head: Tensor) -> Tensor:
         """Return logits [..., V] of drafting states [..., H], each after the token `previous` [...]; head [V, H]."""
-        shortlist = self.build_shortlist(states @ head.T)
+        shortlist = self.build_shortlist(compute_logits(states, head))
         return shortlist.spread(self.condition_shortlist(shortlist, states, previous), len(head), -torch.inf)
 
     def build_shortlist(self, logits: Tensor) -> Shortlist:
@@ -350,7 +350,7 @@ class BlockDraft(RotaryModule):
 
     def draft_greedily(self, states: Tensor, anchor_tokens: Tensor, head: Tensor) -> Tensor:
         """Return the most probable drafts [..., D] of drafting states [..., D, H]; slot by slot where they are conditional."""
-        logits = states @ head.T  # of all slots at once: the head is the largest matrix
+        logits = compute_logits(states, head)  # of all slots at once: the head is the largest matrix
         if not self.is_conditional:
             return logits.argmax(-1)
         shortlist, drafts = self.build_shortlist(logits), [anchor_tokens]
@@ -359,6 +359,13 @@ class BlockDraft(RotaryModule):
             best = self.condition_shortlist(slot_shortlist, states[..., slot, :], drafts[-1]).argmax(-1, keepdim=True)
             drafts.append(slot_shortlist.get_tokens(best)[..., 0])
         return torch.stack(drafts[1:], -1)
+
+
+def compute_logits(states: Tensor, head: Tensor) -> Tensor:
+    """Return the logits [..., V] of states [..., H] by one product: of a view torch may make one for each of the first axis, and
+    each of them reads the head.
+    """
+    return (states.flatten(0, -2) @ head.T).unflatten(0, states.shape[:-1])
 
 
 def build_block_mask(anchors: Tensor, documents: Tensor, block_size: int, sight: Sight = EVERYTHING) -> Tensor:

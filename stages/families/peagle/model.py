@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.draft.eagle3 import DraftConfig, DraftLayer, Eagle3Draft
-from stages.families.block.model import Shortlist, build_dense_attention
+from stages.families.block.model import Shortlist, build_dense_attention, compute_logits
 from stages.params.tree_shape import TreeShape
 from stages.trees.draft_tree import check_tree
 
@@ -181,4 +181,4 @@ class PEagleDraft(Eagle3Draft):
 
     def draft_greedily(self, states: Tensor, _anchors: Tensor, head: Tensor) -> Tensor:
         """Return the most probable drafts [..., S] of normed states [..., S, H]; head [D, H] is its own."""
-        return self.to_target((states @ head.T).argmax(-1))
+        return self.to_target(compute_logits(states, head).argmax(-1))
