@@ -49,7 +49,7 @@ ROOMS = {
     "stages/prompts stages/sampling": (1700,),
     "stages/target": (2800,),
     "stages/hidden_states": (1300,),
-    "stages/draft stages/families": (6000, 6697),
+    "stages/draft stages/families": (6000, 6703),
     "stages/training": (1900, 2049),
     "stages/trees stages/replay": (1200,),
     "stages/engine": (3000,),
@@ -57,7 +57,7 @@ ROOMS = {
     "stages/cells": (2300, 2422),
     "stages/reporting": (2700,),
     "stages/published stages/reproduce stages/grading stages/toy": (2200, 2261),
-    "tests": (31_000, 31055),
+    "tests": (31_000, 31067),
 }
 
 
