@@ -165,7 +165,7 @@ def describe_stop(words: list[str], since: float) -> str:
     """Return a line on what the command `aerie WORDS`, which began at `since`, has left after Ctrl-C, and how to go on."""
     again = "make run" if words == ["run"] and "MAKELEVEL" in os.environ else shlex.join(["aerie", *words])
     if words[:1] not in (["run"], ["reproduce"]):
-        return f"stopped; `{again}` goes on, or begins again"
+        return f"stopped; what was complete is kept, `{again}` goes on or begins again"
     from stages.runtime import scratch
 
     notes = scratch.list_notes(since).items()

@@ -301,17 +301,17 @@ def run_all_stages(stages: freshness.Upstream, verbose: bool = False, groups: Co
     later = grouped | {*list_below(grouped, stages)}
     failed = _run_shown(stages, [name for name in stages if name not in later] if later else [])
     for group in groups:
-        ready = [name for name in group if name not in list_below(failed, stages)]
+        blocked = list_below(failed, stages)
+        ready = [name for name in group if name not in blocked]
         with ThreadPoolExecutor(len(group)) as threads:
             try:
-                for found in threads.map(
-                    lambda name: _run_shown(stages, ["--single-item", name], has_bar=False), ready
-                ):
+                for found in threads.map(lambda x: _run_shown(stages, ["--single-item", x], has_bar=False), ready):
                     failed += found
             except BaseException:
                 stop_stages()  # or the threads would wait for the stages of a run that was interrupted
                 raise
-    left = [name for name in stages if name in later - grouped and name not in list_below(failed, stages)]
+    blocked = list_below(failed, stages)
+    left = [name for name in stages if name in later - grouped and name not in blocked]
     if left:
         failed += _run_shown(stages, ["--single-item", *left])  # `inputs`, which always runs, not again
     if failed:

@@ -147,13 +147,12 @@ def _train_on_row(
 ) -> list[float]:
     """Train the draft on the row until it has learned it, or for all steps; return the loss of each."""
     optimizer = MasterWeightOptimizer(run.draft, OptimizerSettings(params.check_overfit.learning_rate))
-    losses: list[float] = []
+    losses, whole = list[float](), LEARNED * (1 + run.num_steps)
     steps = trange(params.check_overfit.steps, desc=f"{name}: overfit row {row.id}", unit="step", mininterval=2)
     for _, total_loss in zip(steps, run.generate_losses(row, embedding, head), strict=False):
         total_loss.backward()
         optimizer.step(1.0, params.train_draft.grad_clip)
         losses.append(total_loss.item())
-        whole = LEARNED * (1 + run.num_steps)
         if len(losses) % LOOK_STEPS == 0 and run.compute_trainer_tau(row, embedding, head) >= whole:
             break
     return losses

@@ -234,7 +234,7 @@ def _count_rows(splits: list[SampledSplit]) -> dict[str, Any]:
         "rows_out": total["rows"],
         "dropped": sampled_split.select_counts(total, "dropped"),
         "not_asked": {split.name: split.selection.num_unrequested for split in splits},
-        "missing": {split.name: split.num_missing for split in splits},  # of those that were asked for
+        "missing": {split.name: split.num_missing for split in splits},  # requests that the data lacks
         "sources": {split.name: {n: asdict(c) for n, c in split.selection.sources.items()} for split in splits},
         "truncated": {split.name: split.shards.counts["truncated"] for split in splits},
         "tokens": {split.name: split.shards.counts["tokens"] for split in splits},

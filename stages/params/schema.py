@@ -264,13 +264,11 @@ class Params(Section):
                 yield f"{section}.trees has {', '.join(trees)}, of which none runs with {name}; expected one ({found[0]})"
 
     def group_served_cells(self, stages: Iterable[str]) -> list[list[str]]:
-        """Return those of `stages` that are served cells, in groups whose servers one GPU holds; none where that is one cell.
-
-        Their servers start side by side and are measured in turn (stages/measuring/measurement_lock.py).
-        """
+        """Return those of `stages` that are served cells, in groups whose servers one GPU holds; none where that is one cell."""
         groups = list[list[str]]()
         for engine in self.benchmark_served.engines if self.target.gpus() else []:
-            cells = [name for name in stages if re.match(rf"benchmark_served(_baseline)?@{re.escape(engine)}-", name)]
+            starts = tuple(f"benchmark_served{kind}@{engine}-" for kind in ("", "_baseline"))
+            cells = [name for name in stages if name.startswith(starts)]
             at_once = self.benchmark_served.count_cells_at_once(engine)
             if at_once > 1 and len(cells) > 1:
                 groups += [cells[start : start + at_once] for start in range(0, len(cells), at_once)]

@@ -218,7 +218,7 @@ def test_a_block_is_expanded_alike(gpu: Any, method: str, prompts: int, tree_sco
     states, anchors = draw(prompts, 5, 64), torch.arange(prompts, device=DEVICE)
     logits = draw(prompts, 5, draft.config.vocab_size, seed=1)
     for kernels in (gpu, plain):
-        expansion = FusedBlockExpansion(draft, anchors.device)
+        expansion = FusedBlockExpansion(draft, torch.zeros(draft.config.vocab_size, dtype=torch.int64, device=DEVICE))
         expansion.kernels = kernels
         found.append(expansion.expand(logits, states, anchors, 4, tree_scoring))
     torch.testing.assert_close(found[0].scores, found[1].scores)
